@@ -318,3 +318,24 @@ def test_importing_the_package_loads_neither_torch_nor_mpi() -> None:
 def test_help_loads_neither_torch_nor_mpi(command: str) -> None:
     code = f"import runpy; runpy.run_module('{PACKAGE}.{command}', run_name='__main__', alter_sys=True)"
     assert loads(code, "--help") == set()
+
+
+FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "rand", "randn"}
+
+
+def test_tensors_are_made_with_their_dtype_and_device() -> None:
+    """A program may have set others by default, by torch.set_default_dtype, set_default_device or torch.device."""
+    calls = [
+        (module, node)
+        for module in package().values()
+        if not module.is_in(("models", "adapters"))
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in FACTORIES
+    ]
+    assert len(calls) > 50
+    given = [(m, node, {keyword.arg for keyword in node.keywords}) for m, node in calls]
+    wrong = [m.where(node.lineno) for m, node, names in given if not {"dtype", "device"} <= names]
+    assert wrong == []

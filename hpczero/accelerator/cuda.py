@@ -120,7 +120,7 @@ class _Block(Export):
 
     def close(self) -> None:
         address, self._address = self._address, 0
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.nbytes = 0
         if address:
             self._runtime.free(address)
@@ -141,7 +141,7 @@ class _Peer(Attached):
 
     def close(self) -> None:
         address, self._address = self._address, 0
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         if address:
             self._runtime.ipcCloseMemHandle(address)
 
@@ -184,7 +184,7 @@ class CudaAccelerator(Accelerator):
             self.enter_thread()
             torch.cuda.init()  # type: ignore[no-untyped-call]
             # The context is there before MPI asks for it (mpi4jax#106).
-            torch.empty(1, device=self.device)
+            torch.empty(1, device=self.device, dtype=torch.float32)
         except RuntimeError as error:
             raise ConfigError(
                 f"{self.device}: cannot be used by this process ({error}). Where ranks share a device, its compute "
@@ -207,7 +207,7 @@ class CudaAccelerator(Accelerator):
     @override
     def pinned(self, nbytes: int) -> Tensor:
         with torch.inference_mode(False):  # it is kept
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     @override
     def export(self, nbytes: int) -> Export:

@@ -90,7 +90,9 @@ class _SharedFile(Export):
 
     def close(self) -> None:
         self.seal()
-        self.memory = torch.empty(0, dtype=torch.uint8)  # the map goes with the last tensor on it
+        self.memory = torch.empty(
+            0, dtype=torch.uint8, device="cpu"
+        )  # the map goes with the last tensor on it
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -113,7 +115,7 @@ class _MappedFile(Attached):
             os.close(descriptor)
 
     def close(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _mapped(descriptor: int, nbytes: int) -> Tensor:
@@ -144,7 +146,7 @@ class HostAccelerator(Accelerator):
     @override
     def pinned(self, nbytes: int) -> Tensor:
         with torch.inference_mode(False):  # it is kept
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     @override
     def export(self, nbytes: int) -> Export:

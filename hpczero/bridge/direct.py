@@ -109,7 +109,9 @@ class DirectExchange(Exchange):
     def _shown(self, what: str, *tensors: Tensor) -> Iterator[list[int]]:
         """Where these tensors of every rank lie, rank by rank; they must stay as they are inside."""
         found: list[int] = []
-        own = torch.tensor([tensor.data_ptr() for tensor in tensors])
+        own = torch.tensor(
+            [tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device="cpu"
+        )
         self._gathered(
             f"{what}, directly", [own], lambda _, rows: found.extend(torch.cat(list(rows)).tolist())
         )
@@ -119,7 +121,7 @@ class DirectExchange(Exchange):
 
     def _meet(self, what: str) -> None:
         """Wait for all ranks."""
-        self._gathered(what, [torch.empty(0, dtype=torch.uint8)], lambda *_: None)
+        self._gathered(what, [torch.empty(0, dtype=torch.uint8, device="cpu")], lambda *_: None)
 
     def _reduce_read(
         self,

@@ -58,7 +58,9 @@ class Exchange:
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        self._gathered("barrier", [torch.empty(0, dtype=torch.uint8)], lambda *_: None)
+        self._gathered(
+            "barrier", [torch.empty(0, dtype=torch.uint8, device="cpu")], lambda *_: None
+        )
 
     def all_gather(self, own: Tensor, rows: Sequence[Tensor]) -> None:
         """``own`` of every rank into ``rows``.
@@ -157,14 +159,14 @@ class Exchange:
         """
         what = f"all_to_all of {sent[0].dtype}"
         out, into = [as_bytes(one) for one in sent], [as_bytes(one) for one in received]
-        told = [torch.tensor([one.numel()]) for one in out]
+        told = [torch.tensor([one.numel()], dtype=torch.int64, device="cpu") for one in out]
         odd: list[int] = []
 
         def read(_: int, found: Sequence[Tensor]) -> None:
             odd.extend(r for r, row in enumerate(found) if int(row[0]) != into[r].numel())
 
         self._swapped(what, told, read)
-        verdict = torch.tensor([odd[0] if odd else -1])
+        verdict = torch.tensor([odd[0] if odd else -1], dtype=torch.int64, device="cpu")
         self._gathered(what, [verdict], lambda _, found: self._check_lengths(what, found))
         self._send_all(out, into)
 

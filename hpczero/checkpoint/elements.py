@@ -93,7 +93,7 @@ class Whole:
         """Nothing is read yet."""
         self._source, self._topology, self._inventory = source, sharding.topology, inventory
         self._states: dict[str, Tensor] = {}
-        self._values = torch.empty(0)
+        self._values = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def read(self) -> None:
         """As of either way."""
@@ -111,7 +111,7 @@ class Whole:
     def give_values(self) -> None:
         """As of either way."""
         self._inventory.set_values(self._values)
-        self._values = torch.empty(0)  # room for the optimizer's
+        self._values = torch.empty(0, dtype=torch.float32, device="cpu")  # room for the optimizer's
 
     def give_state(self, key: str, present: Mapping[str, Scalar | None]) -> None:
         """As of either way; gone from memory with the last unit, so that no more than one key is there twice."""
@@ -197,7 +197,10 @@ class Streamed:
         with closing(self._source.reader.rounds([plan])) as rounds:
             for _, windows, slabs in rounds:
                 places = plan.exchange.places(windows)
-                parts = [torch.empty(place.stop - place.start) for place in places]
+                parts = [
+                    torch.empty(place.stop - place.start, dtype=torch.float32, device="cpu")
+                    for place in places
+                ]
                 plan.exchange.from_slabs(slabs, parts, windows)
                 with topology.agreed(f"put {name} where it rests"):
                     for place, values in zip(places, parts, strict=True):

@@ -118,7 +118,7 @@ class Exchange:
         outgoing[rank].gather(slabs.numpy(), window.start, parts[rank].numpy())
 
         def part(peer: int) -> Tensor:
-            found = torch.empty(outgoing[peer].numel, dtype=slabs.dtype)
+            found = torch.empty(outgoing[peer].numel, dtype=slabs.dtype, device="cpu")
             outgoing[peer].gather(slabs.numpy(), window.start, found.numpy())
             return found
 
@@ -140,7 +140,7 @@ class Exchange:
         for distance in range(1, size):
             to, source = (comm.rank + distance) % size, (comm.rank - distance) % size
             send = part(to)
-            received = torch.empty(counts[source], dtype=send.dtype)
+            received = torch.empty(counts[source], dtype=send.dtype, device="cpu")
             with self._watchdog.collective("checkpoint: exchange between shards and slabs"):
                 comm.Sendrecv(
                     _bytes(send),
@@ -153,7 +153,7 @@ class Exchange:
 
 def _on_page(numel: int, dtype: torch.dtype) -> Tensor:
     """(numel,), content undefined, that begins at a page. Files take such memory without a copy in between."""
-    found = torch.empty(numel + mmap.PAGESIZE // dtype.itemsize, dtype=dtype)
+    found = torch.empty(numel + mmap.PAGESIZE // dtype.itemsize, dtype=dtype, device="cpu")
     skip = -found.data_ptr() % mmap.PAGESIZE // dtype.itemsize
     return found[skip : skip + numel]
 

@@ -218,7 +218,7 @@ def _unpacked(value: Any, path: Path) -> Any:
                 f"{path}: manifest.json cannot be: a tensor of {value.dtype} {value.shape} has {len(value.data)} bytes"
             )
         if not numel:
-            return torch.empty(value.shape, dtype=dtype)
+            return torch.empty(value.shape, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(value.data), dtype=dtype).view(value.shape)
     if isinstance(value, list):
         return [_unpacked(part, path) for part in value]

@@ -117,13 +117,13 @@ class HeldPieces:
 
     def __getitem__(self, part: slice, /) -> Tensor:
         """(elements of ``part``,) fp32 copy on the host."""
-        found = torch.empty(part.stop - part.start)
+        found = torch.empty(part.stop - part.start, dtype=torch.float32, device="cpu")
         for piece, elements, inside in self._touched(part):
             begin, end = piece.place(elements.start, elements.stop)
             if piece.local is None:
                 self._home.read(piece, begin, found[inside])
             else:
-                padded = torch.empty(end - begin)
+                padded = torch.empty(end - begin, dtype=torch.float32, device="cpu")
                 self._home.read(piece, begin, padded)
                 kept = EvenRuns.of([piece.local.clipped(range(begin, end))])
                 kept.gather(padded.numpy(), begin, found[inside].numpy())
@@ -144,7 +144,9 @@ class HeldPieces:
         empty = list(pieces)
         self._home.expect(empty)
         for piece in empty:
-            self._home.write(piece, piece.begin, torch.zeros(piece.span))
+            self._home.write(
+                piece, piece.begin, torch.zeros(piece.span, dtype=torch.float32, device="cpu")
+            )
 
     def _touched(self, part: slice) -> Iterator[tuple[Piece, slice, slice]]:
         """Each piece with elements in ``part``: which of them, counted in the piece, and their place in ``part``."""
@@ -160,7 +162,7 @@ def with_padding(piece: Piece, begin: int, end: int, values: Tensor) -> Tensor:
     """``values`` of a piece as they lie in the ``owned_values`` from ``begin`` to ``end``; padding is zero."""
     if piece.local is None:
         return values
-    found = torch.zeros(end - begin)
+    found = torch.zeros(end - begin, dtype=torch.float32, device="cpu")
     held = EvenRuns.of([piece.local.clipped(range(begin, end))])
     held.scatter(values.numpy(), found.numpy(), begin)
     return found
@@ -238,7 +240,7 @@ class StateHome:
         state = self._state_of(piece)
         if self._key not in state:
             device = piece.unit.optimized.master.device
-            state[self._key] = torch.zeros(piece.span, device=device)
+            state[self._key] = torch.zeros(piece.span, device=device, dtype=torch.float32)
         first = begin - piece.begin
         state[self._key][first : first + len(values)].copy_(values)
 
@@ -286,7 +288,11 @@ class OpenWindows:
             if window is None:
                 self._make_room(shard, index)
                 new = shard.read_window(index, self._part) if key in self._begun else None
-                window = _Window(torch.zeros(len(shard.windows[index])) if new is None else new)
+                window = _Window(
+                    torch.zeros(len(shard.windows[index]), dtype=torch.float32, device="cpu")
+                    if new is None
+                    else new
+                )
             window.values[inside] = values[at]
             self._passed(shard, index, window, len(values[at]))
 

@@ -203,7 +203,9 @@ class Inventory:
                 cuts[piece.unit].append((piece, start))
                 start += piece.numel
         for unit, pieces in cuts.items():
-            owned = (torch.zeros if self._empty else torch.empty)(unit.owned_numel)
+            owned = torch.empty(unit.owned_numel, dtype=torch.float32, device="cpu")
+            if self._empty:
+                owned.zero_()
             for piece, start in pieces:
                 begin, end = piece.place(0, piece.numel)
                 own = values[start : start + piece.numel]

@@ -75,11 +75,16 @@ class SlabReader:
             for plan, windows, slabs in rounds:
                 name = plan.dataset.name
                 if name not in found:
-                    found[name] = torch.empty(plan.exchange.numel, dtype=slabs.dtype)
+                    found[name] = torch.empty(plan.exchange.numel, dtype=slabs.dtype, device="cpu")
                 parts = [found[name][place] for place in plan.exchange.places(windows)]
                 plan.exchange.from_slabs(slabs, parts, windows)
         # no element, no round
-        return [plan.arranged(found.get(plan.dataset.name, torch.empty(0))) for plan in plans]
+        return [
+            plan.arranged(
+                found.get(plan.dataset.name, torch.empty(0, dtype=torch.float32, device="cpu"))
+            )
+            for plan in plans
+        ]
 
     def plan(self, name: str, runs: EvenRuns) -> Wanted:
         """Tell every rank which parts of a dataset this rank needs. Collective over world.

@@ -292,7 +292,7 @@ def _buffers_part(sharding: Sharding, buffers: Sequence[Kept], slab_nbytes: int)
 
     def values() -> Tensor:
         found = [bytes_of(named[kept.name].detach().cpu()) for kept, _ in places]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8)
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     held = EvenRuns.of([(start, start + kept.nbytes) for kept, start in places])
     return Part(Dataset.of(BUFFERS, "|u1", ends[-1], slab_nbytes), held, values)

@@ -54,5 +54,7 @@ def scalar_of(kind: str, number: Scalar | None) -> Any:
     """The state of one value that ``scalars`` gave."""
     assert number is not None, "scalars are numbers"
     if kind.startswith("tensor:"):
-        return torch.tensor(number, dtype=getattr(torch, kind.removeprefix("tensor:")))
+        return torch.tensor(
+            number, dtype=getattr(torch, kind.removeprefix("tensor:")), device="cpu"
+        )
     return {"bool": bool, "int": int, "float": float}[kind](number)

@@ -43,8 +43,8 @@ def trade(
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
     """One flat tensor: how many, the length of each, each; nothing for none."""
     if not tensors:
-        return torch.empty(0)
-    lengths = torch.tensor([len(tensors), *map(len, tensors)], dtype=torch.int64)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+    lengths = torch.tensor([len(tensors), *map(len, tensors)], dtype=torch.int64, device="cpu")
     return torch.cat([lengths.view(torch.float32), *tensors])
 
 
@@ -61,7 +61,9 @@ def _traded(comm: MPI.Intracomm, outgoing: Sequence[Tensor]) -> list[Tensor]:
     theirs = np.empty_like(counts)
     comm.Alltoall(counts, theirs)
     incoming = [
-        outgoing[rank] if rank == comm.rank else torch.empty(count)
+        outgoing[rank]
+        if rank == comm.rank
+        else torch.empty(count, dtype=torch.float32, device="cpu")
         for rank, count in enumerate(theirs.tolist())
     ]
     others = [rank for rank in range(comm.size) if rank != comm.rank]

@@ -188,7 +188,11 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
         norm = (
             get_total_norm([p.grad for p in parameters if p.grad is not None], float(norm_type))
             if of_part
-            else torch.tensor(hpczero.clip_grad_norm_(module, float(max_norm), float(norm_type)))
+            else torch.tensor(
+                hpczero.clip_grad_norm_(module, float(max_norm), float(norm_type)),
+                dtype=torch.float32,
+                device="cpu",
+            )
         )
         if error_if_nonfinite and not norm.isfinite():
             error = StepError(

@@ -47,7 +47,7 @@ class Group:
         with suppress(CannotAssembleError, AttributeError):
             self.assemblies = self.convert(model, lambda key: source(key, shapes[key]))
         found: Mapping[str, Any] = self.assemblies or self.convert(
-            model, lambda key: torch.empty(shapes[key], device="meta")
+            model, lambda key: torch.empty(shapes[key], device="meta", dtype=torch.float32)
         )
         self.shapes = {name: tuple(value.shape) for name, value in found.items()}
 

@@ -35,7 +35,10 @@ class OwnInitialization:
         module = self._model.get_submodule(path)
         before = module._parameters[last]
         assert before is not None, f"{name} is a parameter"
-        drawn = nn.Parameter(torch.full(before.shape, float("nan")), requires_grad=False)
+        drawn = nn.Parameter(
+            torch.full(before.shape, float("nan"), dtype=torch.float32, device="cpu"),
+            requires_grad=False,
+        )
         module._parameters[last] = drawn
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():

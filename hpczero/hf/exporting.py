@@ -112,7 +112,7 @@ def _tensors(stored: Stored, model: Any) -> dict[str, Tensor]:
 def _parameters(stored: Stored, tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """What stands for each parameter, and its whole fp32 value."""
     for row in stored.manifest.table.owners:
-        values = torch.empty(row.numel)
+        values = torch.empty(row.numel, dtype=torch.float32, device="cpu")
         done = 0
         for piece in stored.read(MASTER, row.offset, row.offset + row.numel):
             values[done : done + len(piece)] = torch.from_numpy(np.ascontiguousarray(piece))
@@ -131,6 +131,6 @@ def _buffers(stored: Stored) -> Iterator[tuple[str, Tensor]]:
             data[done : done + len(flat)] = flat
             done += len(flat)
         kind: torch.dtype = getattr(torch, dtype)
-        empty = torch.empty(shape, dtype=kind)
+        empty = torch.empty(shape, dtype=kind, device="cpu")
         yield name, torch.from_numpy(data).view(kind).view(shape) if len(data) else empty
         begin = end

@@ -101,7 +101,9 @@ class RangeFile:
         """
         entry = self.entries[key]
         step = CHUNK_NBYTES // entry.itemsize
-        buffer = torch.empty(min(step, stop - start) * entry.itemsize, dtype=torch.uint8)
+        buffer = torch.empty(
+            min(step, stop - start) * entry.itemsize, dtype=torch.uint8, device="cpu"
+        )
         for first in range(start, stop, step):
             nbytes = (min(first + step, stop) - first) * entry.itemsize
             self._read(buffer[:nbytes].numpy(), entry.begin + first * entry.itemsize)
@@ -111,7 +113,7 @@ class RangeFile:
     def whole(self, key: str) -> Tensor:
         """A tensor in its shape and dtype."""
         entry = self.entries[key]
-        found = torch.empty(entry.numel, dtype=entry.dtype)
+        found = torch.empty(entry.numel, dtype=entry.dtype, device="cpu")
         begin = 0
         for piece in self.pieces(key, 0, entry.numel):
             found[begin : begin + len(piece)] = piece

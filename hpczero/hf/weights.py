@@ -74,7 +74,7 @@ class FolderWeights:
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Fill one whole parameter in place, fp32 on the CPU. Not collective; errors are those of ``fill_range``."""
-        flat = torch.empty(tensor.numel())
+        flat = torch.empty(tensor.numel(), dtype=torch.float32, device="cpu")
         self.fill_range(name, tuple(tensor.shape), 0, flat)
         with torch.no_grad():
             tensor.copy_(flat.view(tensor.shape))
@@ -137,7 +137,7 @@ class FolderWeights:
                 done += part.numel()
 
     def _read_box(self, key: str, box: Box) -> Tensor:
-        found = torch.empty([len(own) for own in box])
+        found = torch.empty([len(own) for own in box], dtype=torch.float32, device="cpu")
         flat, done = found.view(-1), 0
         for run in runs(self._folder.entries[key].shape, box):
             self._read(key, run.start, flat[done : done + len(run)])
@@ -146,7 +146,7 @@ class FolderWeights:
 
     def _compare(self, key: str, other: str, start: int, values: Tensor) -> None:
         """Refuse a tied parameter with two values: transformers would not tie it."""
-        again = torch.empty(len(values))
+        again = torch.empty(len(values), dtype=torch.float32, device="cpu")
         self._read(other, start, again)
         same = (again == values) | (again.isnan() & values.isnan())
         if not bool(same.all()):

@@ -93,12 +93,12 @@ def _parts(words: Tensor, numel: int, bits: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def _middles(device: torch.device) -> Tensor:
-    levels = torch.tensor(NF4, device=device)
+    levels = torch.tensor(NF4, device=device, dtype=torch.float32)
     return (levels[1:] + levels[:-1]) / 2
 
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
     """(256, 2): the two levels of each byte."""
-    levels = torch.tensor(NF4, device=device)
+    levels = torch.tensor(NF4, device=device, dtype=torch.float32)
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1)

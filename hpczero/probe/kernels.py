@@ -87,13 +87,15 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
         return {f"{name}/forward": forward / numel, f"{name}/backward": backward / numel}
 
     def fresh(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=dtype, requires_grad=True)
+        return torch.randn(*shape, dtype=dtype, requires_grad=True, device="cpu")
 
     products = {}
     for side in SIDES:
         # A step touches more than a cache holds, so every product finds its operands in memory.
         many = max(POOL_NBYTES // (3 * dtype.itemsize * side * side), 1)
-        pool = itertools.cycle([torch.ones(3, side, side, dtype=dtype) for _ in range(many)])
+        pool = itertools.cycle(
+            [torch.ones(3, side, side, dtype=dtype, device="cpu") for _ in range(many)]
+        )
 
         def product(pool: Iterator[torch.Tensor] = pool) -> None:
             a, b, out = next(pool)
@@ -104,9 +106,11 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
     few, inner = {}, {}
     for rows in FEW:
         many = max(POOL_NBYTES // (dtype.itemsize * WIDTH * WIDTH), 2)
-        weights = itertools.cycle([torch.ones(WIDTH, WIDTH, dtype=dtype) for _ in range(many)])
-        tokens = torch.ones(rows, WIDTH, dtype=dtype)
-        made = torch.empty(rows, WIDTH, dtype=dtype)
+        weights = itertools.cycle(
+            [torch.ones(WIDTH, WIDTH, dtype=dtype, device="cpu") for _ in range(many)]
+        )
+        tokens = torch.ones(rows, WIDTH, dtype=dtype, device="cpu")
+        made = torch.empty(rows, WIDTH, dtype=dtype, device="cpu")
         flops = 2 * rows * WIDTH * WIDTH
         few[str(rows)] = flops / seconds(
             lambda t=tokens, o=made, w=weights: torch.matmul(t, next(w), out=o)  # type: ignore[misc]
@@ -116,7 +120,7 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
         )
 
     x, wide = fresh(ROWS, WIDTH), fresh(ROWS, 4 * WIDTH)
-    plain, other = x.detach(), torch.randn(ROWS, WIDTH, dtype=dtype)
+    plain, other = x.detach(), torch.randn(ROWS, WIDTH, dtype=dtype, device="cpu")
     scale, shift = fresh(WIDTH), fresh(WIDTH)
     numel = ROWS * WIDTH
     elements = both(
@@ -128,7 +132,7 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
     elements["copy/forward"] = elements["copy/backward"] = seconds(plain.clone) / numel
     elements["add/backward"] = elements["fork/forward"] = elements["bias/forward"] = 0.0
 
-    logits, targets = fresh(ROWS, VOCAB), torch.zeros(ROWS, dtype=torch.int64)
+    logits, targets = fresh(ROWS, VOCAB), torch.zeros(ROWS, dtype=torch.int64, device="cpu")
     loss = both(
         lambda: F.cross_entropy(logits, targets, reduction="sum"), [logits], ROWS * VOCAB, "loss"
     )
@@ -147,13 +151,22 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
 
     update = seconds(_update(accelerator.device)) / UPDATED
 
-    blocks, out = [torch.ones(UPDATED, dtype=dtype) for _ in range(3)], torch.empty(UPDATED)
-    here, there = torch.ones(UPDATED), torch.empty(UPDATED)
+    blocks, out = (
+        [torch.ones(UPDATED, dtype=dtype, device="cpu") for _ in range(3)],
+        torch.empty(UPDATED, dtype=torch.float32, device="cpu"),
+    )
+    here, there = (
+        torch.ones(UPDATED, dtype=torch.float32, device="cpu"),
+        torch.empty(UPDATED, dtype=torch.float32, device="cpu"),
+    )
     sums = [
         seconds(partial(tree_sum, blocks[:terms], out, groups=[range(terms)], scale=0.5)) / UPDATED
         for terms in (1, 3)
     ]
-    small, one = torch.ones(8, requires_grad=True), torch.ones(8)
+    small, one = (
+        torch.ones(8, requires_grad=True, dtype=torch.float32, device="cpu"),
+        torch.ones(8, dtype=torch.float32, device="cpu"),
+    )
     found: dict[str, Any] = {
         "products": products,
         "few": few,
@@ -186,8 +199,8 @@ def host_update_s(topology: Topology) -> float:
 
 def _update(device: torch.device) -> Callable[[], object]:
     """The norm of a gradient, clipping by it, and AdamW's step, as a training step takes them."""
-    weight = torch.zeros(UPDATED, device=device, requires_grad=True)
-    gradient = torch.ones(UPDATED, device=device)
+    weight = torch.zeros(UPDATED, device=device, requires_grad=True, dtype=torch.float32)
+    gradient = torch.ones(UPDATED, device=device, dtype=torch.float32)
     weight.grad = gradient
     optimizer = torch.optim.AdamW([weight], lr=1e-3, fused=True)
 
@@ -237,7 +250,7 @@ def _between_ranks(topology: Topology) -> dict[str, float | None]:
         )
         return half * mine.itemsize / took
 
-    work = torch.ones(3, WAIT_SIDE, WAIT_SIDE)
+    work = torch.ones(3, WAIT_SIDE, WAIT_SIDE, dtype=torch.float32, device="cpu")
 
     def worked() -> None:
         torch.matmul(work[0], work[1], out=work[2])

@@ -228,6 +228,8 @@ def _gradients(state: Sharding) -> Iterator[dict[str, Tensor]]:
     for found in whole.collected(values_of):
         names = json.loads(state.topology.broadcast_text(json.dumps(list(found))))
         for name in names:
-            value = found.setdefault(name, torch.empty(shapes[name]))
+            value = found.setdefault(
+                name, torch.empty(shapes[name], dtype=torch.float32, device="cpu")
+            )
             hand_out(state.topology.world, value.numpy())
         yield found

@@ -126,7 +126,7 @@ class Drawing:
             return self._initialize.fingerprint(placement.name)
         numel = int(np.prod(placement.shape, dtype=np.int64))
         count = min(SAMPLE, numel)
-        drawn = torch.empty(2 * count)
+        drawn = torch.empty(2 * count, dtype=torch.float32, device="cpu")
         self._draw(placement, 0, drawn[:count])
         self._draw(placement, numel - count, drawn[count:])
         return zlib.crc32(drawn.numpy().data)
@@ -151,11 +151,11 @@ class Drawing:
                 if straight:
                     self._draw(placement, begin, place)
                     continue
-                drawn = torch.empty(stop - begin)
+                drawn = torch.empty(stop - begin, dtype=torch.float32, device="cpu")
                 self._draw(placement, begin, drawn)
                 place.copy_(drawn)
             else:
-                drawn = torch.empty(stop - begin)
+                drawn = torch.empty(stop - begin, dtype=torch.float32, device="cpu")
                 self._draw(placement, begin, drawn)
                 sources, places = _elements(span, begin, own.start)
                 values[places.to(values.device)] = drawn[sources].to(values.device, values.dtype)
@@ -168,7 +168,7 @@ class Drawing:
         count = min(SAMPLE, int(runs.numel[-1]))
         end = int(runs.local[-1] + runs.numel[-1]) - own.start
         start = int(runs.whole[-1] + runs.numel[-1]) - count
-        again = torch.empty(count)
+        again = torch.empty(count, dtype=torch.float32, device="cpu")
         self._draw(placement, start, again)
         found = values[end - count : end].cpu()
         wrong = (again.to(found.dtype) != found) & ~(again.isnan() & found.isnan())

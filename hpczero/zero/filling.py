@@ -214,7 +214,11 @@ class Filling:
     def _draw(self, placement: Placement, local: Tensor) -> None:
         """Fill ``local``, this rank's part of one parameter."""
         assert self._initialize is not None, "chosen by the caller"
-        whole = local if placement.dim is None else torch.empty(placement.shape)
+        whole = (
+            local
+            if placement.dim is None
+            else torch.empty(placement.shape, dtype=torch.float32, device="cpu")
+        )
         self._initialize(placement.name, whole)
         self.checksums[placement.name] = _checksum(whole)
         if whole is not local:

@@ -78,7 +78,10 @@ class StateByUnit:
         self._parts = None if is_whole(self._state) else WholeModel(self._state)
         if self._parts is not None:
             shapes = self._parts.shapes if self._state.topology.is_root else {}
-            known = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+            known = {
+                name: torch.empty(shape, device="meta", dtype=torch.float32)
+                for name, shape in shapes.items()
+            }
             buffers = self._parts.buffers()
             if self._state.topology.is_root:
                 self.tensors = _ordered(self._parts, known, buffers)
@@ -89,7 +92,9 @@ class StateByUnit:
                     for parameter, slot in zip(
                         unit.parameters, unit.spec.layout.slots, strict=True
                     ):
-                        self._known[id(parameter)] = torch.empty(slot.shape, device="meta")
+                        self._known[id(parameter)] = torch.empty(
+                            slot.shape, device="meta", dtype=torch.float32
+                        )
                 self.tensors = _named(model, self._known)
 
     def units(self) -> Iterator[list[tuple[Tensor, Tensor]]]:

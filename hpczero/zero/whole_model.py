@@ -126,7 +126,9 @@ class WholeModel:
         bring(self._topology.world, present, sender.rank, ROOT)
         if not present[0]:
             return
-        local = torch.empty(sum(placement.local_numel for _, placement in slots))
+        local = torch.empty(
+            sum(placement.local_numel for _, placement in slots), dtype=torch.float32, device="cpu"
+        )
         if rank == sender.rank:
             assert flat is not None, "present"
             places = self._sharding.units[index].spec.layout.slots
@@ -139,7 +141,9 @@ class WholeModel:
         for _, placement in slots:
             end = begin + placement.local_numel
             if placement.name not in found:
-                found[placement.name] = torch.empty(placement.shape)
+                found[placement.name] = torch.empty(
+                    placement.shape, dtype=torch.float32, device="cpu"
+                )
             placement.put(local[begin:end].view(placement.local_shape), found[placement.name])
             begin = end
 
@@ -151,7 +155,7 @@ class WholeModel:
             for name, dtype, shape in sender.buffers:
                 if self._topology.rank not in (sender.rank, ROOT):
                     continue
-                values = torch.empty(shape, dtype=getattr(torch, dtype))
+                values = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
                 flat = values.view(-1).view(torch.uint8).numpy()
                 if self._topology.rank == sender.rank:
                     flat[...] = bytes_of(own[name].detach().cpu()).numpy()

@@ -380,5 +380,5 @@ def _tensor(entry: Entry, dtype: torch.dtype) -> torch.Tensor:
         data[begin : begin + piece.nbytes] = piece.view(np.uint8)
         begin += piece.nbytes
     if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=dtype)
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
     return torch.from_numpy(data).view(dtype).view(entry.shape)

@@ -69,7 +69,11 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
         weights.check(topology.rank, topology.size)
         # What rests on a tier is larger than memory: it is read once more when everything is known to be good.
         numel = inventory.needed.numel
-        values = torch.empty(numel) if state.away.store is None else None
+        values = (
+            torch.empty(numel, dtype=torch.float32, device="cpu")
+            if state.away.store is None
+            else None
+        )
         broken = _look(weights, inventory, values)
         buffers = []
         for name, buffer in persistent_buffers(model).items():
@@ -212,7 +216,7 @@ def _pieces(weights: WeightFiles, inventory: Inventory) -> Iterator[_Piece]:
             own = EvenRuns.of([entry.clipped(window)])
             picked = values
             if own.numel < len(values):
-                picked = torch.empty(own.numel)
+                picked = torch.empty(own.numel, dtype=torch.float32, device="cpu")
                 own.gather(values.numpy(), window.start, picked.numpy())
             yield _Piece(name, window, slice(begin, begin + own.numel), picked)
             start, begin = start + len(values), begin + own.numel

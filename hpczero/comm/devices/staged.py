@@ -156,7 +156,7 @@ class _Slots:
 
     def __init__(self, accelerator: Accelerator, count: int) -> None:
         self._accelerator = accelerator
-        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * count
+        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device="cpu")] * count
         self._readers: list[Mark | None] = [None] * count
 
     def blocks(self, slot: int, like: Blocks) -> Blocks:
@@ -181,4 +181,4 @@ class _Slots:
         """Give the memory back. Nothing may be under way."""
         for slot in range(len(self._buffers)):
             self.wait(slot)
-            self._buffers[slot] = torch.empty(0, dtype=torch.uint8)
+            self._buffers[slot] = torch.empty(0, dtype=torch.uint8, device="cpu")

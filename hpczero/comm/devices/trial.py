@@ -25,8 +25,10 @@ def main() -> int:
 
     comm = MPI.COMM_WORLD
     peer = 1 - comm.rank
-    sent = torch.full((NUMEL,), float(comm.rank + 1), device=accelerator.device)
-    received = torch.zeros(NUMEL, device=accelerator.device)
+    sent = torch.full(
+        (NUMEL,), float(comm.rank + 1), device=accelerator.device, dtype=torch.float32
+    )
+    received = torch.zeros(NUMEL, device=accelerator.device, dtype=torch.float32)
     accelerator.finish()
     send, receive = (Blocks.of(tensor, 0, NUMEL, NUMEL, 1).block(0) for tensor in (sent, received))
     comm.Sendrecv([send, MPI.BYTE], peer, recvbuf=[receive, MPI.BYTE], source=peer)
@@ -34,7 +36,10 @@ def main() -> int:
 
     # Blocks with gaps between them: datatypes go other ways through a library than plain bytes.
     reach, block, stride = DirectReach(accelerator), NUMEL // 4, NUMEL // 2
-    gathered, answers = sent.clone(), torch.zeros(NUMEL, device=accelerator.device)
+    gathered, answers = (
+        sent.clone(),
+        torch.zeros(NUMEL, device=accelerator.device, dtype=torch.float32),
+    )
     reach.gather(LibraryGather, comm)(Blocks.of(gathered, 0, block, stride, 2))
     exchange = reach.exchange(LibraryExchange, comm)
     exchange(Blocks.of(sent, 0, block, stride, 2), Blocks.of(answers, 0, block, stride, 2))

@@ -53,7 +53,7 @@ class Segment:
     def __init__(self, file: int, memory: Tensor | None) -> None:
         """Take over ``file``. Use ``create`` to make a segment."""
         self.file = file
-        self.bytes = torch.empty(0, dtype=torch.uint8) if memory is None else memory
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu") if memory is None else memory
 
     def __del__(self) -> None:
         self.close_file()

@@ -52,7 +52,7 @@ class Messages(Path):
         numels = [found_numel(other, own, room, start, whole=whole) for other in calls]
         # To the host: it waits for the device.
         sent = torch.cat([as_bytes(part.detach().contiguous().cpu()) for part in parts])
-        received = torch.empty(sum(numels) * dtype.itemsize, dtype=torch.uint8)
+        received = torch.empty(sum(numels) * dtype.itemsize, dtype=torch.uint8, device="cpu")
         counts = [numel * dtype.itemsize for numel in numels]
         into = [received.numpy(), counts, MPI.BYTE]
         if whole:

@@ -146,7 +146,11 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         held = {id(each) for each in given}
         if all(id(each) in held for each in model.parameters() if each.requires_grad):
-            return torch.tensor(hpczero.clip_grad_norm_(model, float(max_norm), float(norm_type)))
+            return torch.tensor(
+                hpczero.clip_grad_norm_(model, float(max_norm), float(norm_type)),
+                dtype=torch.float32,
+                device="cpu",
+            )
         return torch.nn.utils.clip_grad_norm_(given, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

@@ -27,7 +27,9 @@ class Arrived:
     def __init__(self, x: Tensor) -> None:
         """``x``: of any shape and floating dtype."""
         self.gradient: Tensor | None = None
-        anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
+        anchor = torch.empty(
+            0, requires_grad=torch.is_grad_enabled(), dtype=torch.float32, device="cpu"
+        )
         self.values: Tensor = _Arrive.apply(x, anchor, self)  # type: ignore[no-untyped-call]
 
 

@@ -33,7 +33,9 @@ def own_masks(rank: int, device: torch.device) -> Iterator[None]:
 
     Not collective. Within another such context the numbers depend on both ranks.
     """
-    seed = int(torch.randint(MOST_SEED, ()))  # on the host: nothing waits for the device
+    seed = int(
+        torch.randint(MOST_SEED, (), device="cpu")
+    )  # on the host: nothing waits for the device
     own = (seed + rank * 0x9E3779B97F4A7C15) % MOST_SEED
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(own)
@@ -73,7 +75,7 @@ def check_streams(sums: Sums, device: torch.device) -> None:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     mine = zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
-    found = sums.all_gather(torch.tensor([mine], dtype=torch.int64), 0).tolist()
+    found = sums.all_gather(torch.tensor([mine], dtype=torch.int64, device="cpu"), 0).tolist()
     if len(set(found)) > 1:
         odd = next(rank for rank, other in enumerate(found) if other != found[0])
         error = StepError(

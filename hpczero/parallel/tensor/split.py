@@ -195,7 +195,7 @@ def _replacement(layer: Layer, cut: Any, sums: Sums, *, sequence: bool) -> nn.Mo
     if word is Kept.POSITIONS and sequence:
         assert isinstance(module, nn.Embedding), "inspected"
         positions = PositionEmbedding(
-            1, 1, padding_idx=None, _weight=torch.empty(1, 1, device="meta")
+            1, 1, padding_idx=None, _weight=torch.empty(1, 1, device="meta", dtype=torch.float32)
         )
         positions.num_embeddings, positions.embedding_dim = module.weight.shape
         positions.weight, positions.padding_idx = module.weight, module.padding_idx

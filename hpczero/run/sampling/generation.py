@@ -113,7 +113,11 @@ def _logits_of(model: nn.Module, topology: Topology, vocab_size: int) -> Callabl
     def logits_of(tokens_BT: Tensor) -> Tensor:
         last = stages.size - 1
         found = pipeline.outputs([tokens_BT])
-        logits_V = torch.empty(vocab_size) if found is None else found[0][0, -1].float().cpu()
+        logits_V = (
+            torch.empty(vocab_size, dtype=torch.float32, device="cpu")
+            if found is None
+            else found[0][0, -1].float().cpu()
+        )
         hand_out(stages, logits_V.numpy(), root=last)
         return logits_V[None, None]
 

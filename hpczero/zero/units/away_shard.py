@@ -198,7 +198,7 @@ class AwayShard:
     def read_window(self, index: int, part: str) -> Tensor:
         """(elements of the window,) fp32 copy of ``part`` on the host; zero where it was never written."""
         place = self.places[index]
-        found = torch.zeros(len(self.windows[index]))
+        found = torch.zeros(len(self.windows[index]), dtype=torch.float32, device="cpu")
         if part in place.known:
             self.store.make_room(SPARE)
             try:

@@ -157,7 +157,9 @@ class EncodedRest:
         codes = numel * codec.bits // 32
         width = codec.block * codec.bits // 32
         part = torch.cat([words[first * width : last * width], words[codes + first : codes + last]])
-        values = torch.empty((1, (last - first) * codec.block), device=words.device)
+        values = torch.empty(
+            (1, (last - first) * codec.block), device=words.device, dtype=torch.float32
+        )
         with torch.no_grad():
             decode(part.view(1, -1), values, bits=codec.bits, block=codec.block)
             into.copy_(values[0, begin - first * codec.block :][: len(into)])
@@ -171,7 +173,7 @@ class EncodedRest:
     @contextmanager
     def at_hand(self, *, changes: bool = False, anew: bool = False) -> Iterator[Tensor]:
         """A copy, of which codes are made at the end if it was to be changed."""
-        values = torch.zeros(self.tensor.numel(), device=self.tensor.device)
+        values = torch.zeros(self.tensor.numel(), device=self.tensor.device, dtype=torch.float32)
         if not anew:
             self.read(values)
         yield values

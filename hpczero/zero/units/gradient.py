@@ -68,7 +68,9 @@ class LocalGradient:
         self._views: list[Tensor] = []  # of ``_flat``, one for each slot
         self._small: dict[int, Tensor] = {}  # gradients that wait, by slot
         self._small_adds = False  # they are added, else copied
-        self._shapes = [torch.empty(slot.shape, device="meta") for slot in layout.slots]
+        self._shapes = [
+            torch.empty(slot.shape, device="meta", dtype=torch.float32) for slot in layout.slots
+        ]
         # torch 2.8 gives views of no elements the shape (0,).
         self._empty = [(p, slot.shape) for p, slot in enumerate(layout.slots) if not slot.numel]
 

@@ -120,9 +120,9 @@ class PartialReducer:
         group = self._over_tensor.group
         numels = [len(part) for part in parts]
         share = -(-sum(numels) // group.size)
-        full = torch.zeros(share * group.size, device=parts[0].device)
+        full = torch.zeros(share * group.size, device=parts[0].device, dtype=torch.float32)
         torch.cat(list(parts), out=full[: sum(numels)])
-        mine = torch.empty(share, device=full.device)
+        mine = torch.empty(share, device=full.device, dtype=torch.float32)
         self._over_tensor.reduce_scatter(full, mine, scale=1.0, name=name).wait()
         full[group.index * share :][:share].copy_(mine)
         self._over_tensor.all_gather(full, name=name).wait()

@@ -65,7 +65,9 @@ class Unit:
         self.whole = _whole(
             spec, parameters, stage=stage, precision=precision, comm=comm, away=away
         )
-        self.optimized = Shards(spec.layout, torch.empty(0), start=0, pieces=range(0))
+        self.optimized = Shards(
+            spec.layout, torch.empty(0, dtype=torch.float32, device="cpu"), start=0, pieces=range(0)
+        )
         self._mine = self.whole.mine
         self.owned_numel = len(spec.layout.shard_range(comm.group.index))
         self._gradients: UnitGradients | None = None
@@ -274,7 +276,9 @@ class Unit:
         """
         full = owned
         if not self._stage.shards_optimizer:
-            full = torch.zeros(self.spec.layout.padded_numel, device=self._comm.device)
+            full = torch.zeros(
+                self.spec.layout.padded_numel, device=self._comm.device, dtype=torch.float32
+            )
             full[self._mine][: len(owned)].copy_(owned)
             self._comm.all_gather(full, name=self.spec.name).wait()
         yield from ((shard, part) for _, shard, part in self.optimized.parts_of(full))

@@ -39,7 +39,9 @@ class ParameterViews:
         self.watch = Watch(spec, parameters, rank=rank)
         self._slots, self._parameters = spec.layout.slots, list(parameters)
         self._own: Tensor | None = None  # see [Note: Shared memory]
-        self._bits = torch.zeros((), dtype=torch.int64)  # of the values at ``note_bits``
+        self._bits = torch.zeros(
+            (), dtype=torch.int64, device="cpu"
+        )  # of the values at ``note_bits``
 
     def make(self, flat: Tensor) -> None:
         """Views of ``flat`` instead of what the parameters were, on the meta device, too. Gradients go."""
@@ -47,7 +49,7 @@ class ParameterViews:
         for guard, parameter, view in zip(self.watch.guards, self._parameters, views, strict=True):
             if parameter.device.type == "meta":
                 # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
-                empty = torch.empty(0, device=flat.device)
+                empty = torch.empty(0, device=flat.device, dtype=torch.float32)
                 real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 # Keeps a version counter of its own: see device.[Note: Refilling freed parameters].
                 real.data = view

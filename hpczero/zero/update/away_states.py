@@ -191,7 +191,11 @@ def write_state(unit: Unit, name: str, entries: Sequence[tuple[States, Tensor | 
     shard = unit.away
     assert shard is not None, "it rests on the tier"
     check_name(shard, name)
-    whole = torch.zeros(shard.windows[-1].stop if shard.windows else 0, device=shard.store.device)
+    whole = torch.zeros(
+        shard.windows[-1].stop if shard.windows else 0,
+        device=shard.store.device,
+        dtype=torch.float32,
+    )
     if shard.has(name):
         shard.read(name, whole)
     optimized = unit.optimized
@@ -233,7 +237,7 @@ def state_names(optimizer: Optimizer) -> list[str]:
     for group in optimizer.param_groups:
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         device = torch.device("cpu") if device.type == "meta" else device
-        one = nn.Parameter(torch.ones(2, device=device))
+        one = nn.Parameter(torch.ones(2, device=device, dtype=torch.float32))
         kind: Any = type(optimizer)
         twin = kind([one])  # torch's own all have defaults
         for name, value in group.items():

@@ -52,7 +52,7 @@ class Coded:
     def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
         self._codec = codec
         self.codes = torch.zeros(numel, dtype=codec.dtype, device=device)
-        self.scales = torch.zeros(numel // DEFAULT_ALIGN, device=device)
+        self.scales = torch.zeros(numel // DEFAULT_ALIGN, device=device, dtype=torch.float32)
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +152,11 @@ class CodedUpdate(TakenStep):
                 mine = self._coded.get((unit, name))
                 if all(value is None or _is_of(value, mine) for _, _, value in found):
                     continue
-                flat = torch.zeros(len(unit.optimized.master), device=unit.optimized.master.device)
+                flat = torch.zeros(
+                    len(unit.optimized.master),
+                    device=unit.optimized.master.device,
+                    dtype=torch.float32,
+                )
                 for _, place, value in found:
                     if value is not None:
                         read = value.read() if isinstance(value, CodedState) else value.reshape(-1)
@@ -199,7 +203,7 @@ class CodedUpdate(TakenStep):
         flat = {
             name: self._coded[unit, name].read_all()
             if (unit, name) in self._coded
-            else torch.zeros(len(master), device=master.device)
+            else torch.zeros(len(master), device=master.device, dtype=torch.float32)
             for name in self._codecs
         }
         for piece, place in here:

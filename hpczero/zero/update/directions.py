@@ -151,7 +151,7 @@ class DirectionJob(Job):
     def _said(self, shard: nn.Parameter, part: range, states: States) -> Tensor:
         gradient = own_gradient(shard)
         if gradient is None:
-            return torch.zeros(1, device=shard.device)
+            return torch.zeros(1, device=shard.device, dtype=torch.float32)
         state = state_of(states, shard).get(self._rule.state)
         new = torch.zeros_like(gradient) if state is None else state.detach().reshape(-1).clone()
         if new.shape != gradient.shape:
@@ -182,7 +182,10 @@ class DirectionJob(Job):
     def answers(self, whole: Whole | None) -> dict[int, list[Tensor]]:
         """As of ``Job``: a mark, and directions."""
         if whole is None:
-            return {rank: [torch.empty(0)] * 2 for rank in self.holders}
+            return {
+                rank: [torch.empty(0, dtype=torch.float32, device="cpu")] * 2
+                for rank in self.holders
+            }
         flat = whole.parameter.detach().reshape(-1)
         found: dict[int, list[Tensor]] = {}
         for rank in self.holders:
@@ -190,7 +193,7 @@ class DirectionJob(Job):
                 found[rank] = next(iter(found.values()))
             else:
                 pieces = [_words(flat[p.start : p.stop]).cpu() for p in self.parts_of(rank)]
-                found[rank] = [torch.ones(1), torch.cat(pieces)]
+                found[rank] = [torch.ones(1, dtype=torch.float32, device="cpu"), torch.cat(pieces)]
         return found
 
     @override

@@ -112,7 +112,7 @@ class Job:
     def _said(self, shard: nn.Parameter, part: range, states: States) -> Tensor:
         gradient = own_gradient(shard)
         if gradient is None:
-            return torch.zeros(1, device=shard.device)
+            return torch.zeros(1, device=shard.device, dtype=torch.float32)
         state = state_of(states, shard)
         kept = held(state, kept_entries(state, self.shape), part, self.numel)
         return torch.cat([gradient.new_ones(1), gradient, shard.detach(), *kept])
@@ -132,9 +132,13 @@ class Job:
         device = self.parts[0][0].device
         state = state_of(states, self.parts[0][0])
         entries = kept_entries(state, self.shape)
-        gradient, values = (torch.empty(self.numel, device=device) for _ in range(2))
+        gradient, values = (
+            torch.empty(self.numel, device=device, dtype=torch.float32) for _ in range(2)
+        )
         tensors = {
-            e.name: torch.empty(e.numel, device=device) for e in entries if e.shape is not None
+            e.name: torch.empty(e.numel, device=device, dtype=torch.float32)
+            for e in entries
+            if e.shape is not None
         }
         for part, each in said:
             places = [(gradient, part), (values, part)]
@@ -187,7 +191,10 @@ class Job:
             StepError: the optimizer keeps what cannot be kept in parts.
         """
         if whole is None:
-            return {rank: [torch.empty(0)] * 2 for rank in self.holders}
+            return {
+                rank: [torch.empty(0, dtype=torch.float32, device="cpu")] * 2
+                for rank in self.holders
+            }
         entries = entries_of(whole.state, self.shape, self.name)
         text = to_text(entries).encode()
         text = text.ljust(-(-len(text) // 4) * 4)

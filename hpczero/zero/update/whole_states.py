@@ -68,7 +68,9 @@ class Entry:
     def value(self) -> Any:
         """The number as the optimizer has it."""
         if self.kind.startswith("tensor:"):
-            return torch.tensor(self.number, dtype=getattr(torch, self.kind.partition(":")[2]))
+            return torch.tensor(
+                self.number, dtype=getattr(torch, self.kind.partition(":")[2]), device="cpu"
+            )
         return self.number
 
 
