@@ -54,7 +54,7 @@ def save(
         step: optimizer steps done.
         extra: what ``load`` gives back, equal on all ranks: ``{"scheduler": scheduler.state_dict(), "loader":
             loader.state_dict(), "generator": generator.get_state()}``. It may hold numbers, texts, tensors of up to 1
-            MiB, lists and dictionaries. Keys may be numbers, None and texts; tuples come back as lists.
+            MiB, lists, tuples and dictionaries. Keys may be numbers, None and texts.
         keep: newest checkpoints that stay, counted among those of the model's line; None removes none.
         writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``: ``mpio`` on parallel
             file systems where it is safe.

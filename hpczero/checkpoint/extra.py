@@ -42,7 +42,7 @@ logger = logging.getLogger("hpczero.checkpoint")
 STATES = "extra_states"  # the field of a manifest
 MOST_NBYTES = 2**20  # of a tensor in a manifest
 _SHOWN = 160  # characters of what a rank has
-_ADVICE = "give numbers, texts, tensors of up to 1 MiB, lists and dictionaries of them"
+_ADVICE = "give numbers, texts, tensors of up to 1 MiB, lists, tuples and dictionaries of them"
 
 
 # --- extra of a save
@@ -167,7 +167,7 @@ def loaded_states(
                 *(path, ", ".join(several), count, topology.size, count),
             )
     return [
-        (module, _unpacked(unmarked(values[topology.rank % len(values)], tensors=True), path))
+        (module, _unpacked(unmarked(values[topology.rank % len(values)], "tuples"), path))
         for name, module in modules.items()
         if (values := saved.get(name))
     ]
@@ -205,7 +205,8 @@ def _packed(value: Any) -> Any:
     if isinstance(value, dict) and not isinstance(value, Counter):
         return {key: within(key, _packed, part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [within(index, _packed, part) for index, part in enumerate(value)]
+        parts = [within(index, _packed, part) for index, part in enumerate(value)]
+        return tuple(parts) if isinstance(value, tuple) else parts
     return value
 
 
@@ -220,8 +221,9 @@ def _unpacked(value: Any, path: Path) -> Any:
         if not numel:
             return torch.empty(value.shape, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(value.data), dtype=dtype).view(value.shape)
-    if isinstance(value, list):
-        return [_unpacked(part, path) for part in value]
+    if isinstance(value, list | tuple):
+        parts = [_unpacked(part, path) for part in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
     if isinstance(value, dict) and not isinstance(value, Counter):
         return {key: _unpacked(part, path) for key, part in value.items()}
     return value

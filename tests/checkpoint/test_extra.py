@@ -71,6 +71,7 @@ GIVEN: dict[str, dict[Any, Any]] = {
     "the mark itself beside numbers": {"a": {"__pairs__": [[1, 2]]}, "b": {3: 4}},
     "both in one": {"__counter__": 1, 7: {"__pairs__": 2, "c": 3}},
     "a counter": {"a": Counter({3: 2, "b": 1})},
+    "tuples": {"a": (1, ("b", [()])), 3: [(None,)], "c": {"__tuple__": [1]}},
 }
 
 
@@ -89,7 +90,7 @@ def test_extra_of_text_keys_is_stored_as_it_is(
     comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
 ) -> None:
     """What an older hpczero has saved reads so, and so does the mark in it."""
-    extra = {"a": {"__pairs__": [["1", 2]]}, "b": [1, None]}
+    extra = {"a": {"__pairs__": [["1", 2]]}, "b": [1, {"__tuple__": [2]}]}
     with zeroified(MLP(), None, topology=topology) as sharding:
         path = hpczero.checkpoint.save(folder, sharding.model, step=1, extra=extra)
         found = hpczero.checkpoint.load(folder, sharding.model).extra

@@ -94,7 +94,7 @@ class Program:
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
             "epoch": 0,
-            "said": {"a": [1, 2.5, None]},
+            "said": {"a": (1, [2.5, None])},
         }
 
     def train(self, epochs: int) -> None:
@@ -193,7 +193,9 @@ def test_checkpoint_goes_on_at_another_stage_and_by_fewer_ranks(
     second = Program(topology, stage=1, shuffle=False)
     rest = second.fabric.load(folder / "one", second.state)
     parallel_assert(comm, rest == {} and second.state["epoch"] == 1, f"{rest} {second.state}")
-    parallel_assert(comm, second.state["said"] == {"a": [1, 2.5, None]}, str(second.state["said"]))
+    parallel_assert(
+        comm, second.state["said"] == {"a": (1, [2.5, None])}, str(second.state["said"])
+    )
     second.train(2)
     far = furthest(second.weights(comm), expected)
     parallel_assert(comm, far < 1e-6, f"{far}")

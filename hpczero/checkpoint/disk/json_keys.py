@@ -1,4 +1,4 @@
-"""Dictionaries whose keys are not texts, in JSON and back.
+"""Tuples, and dictionaries whose keys are not texts, in JSON and back.
 
 Owns: what JSON holds of a program's values, and the marks for what it would change. Must not know: files, MPI, torch: a
 tensor is its bytes (``Packed``).
@@ -7,8 +7,8 @@ tensor is its bytes (``Packed``).
 Keys are texts in JSON: it makes ``{"3": 1}`` of ``{3: 1}`` without a word, and a scheduler's milestones would never be
 met again. Such a dictionary is therefore written as ``{"__pairs__": [[3, 1]]}``, and a Counter as ``{"__counter__":
 [[3, 1]]}``. A dictionary that holds such a mark itself is written so too. Every mark in the file is thus ours.
-Bytes of a tensor are ``{"__tensor__": [dtype, shape, base64]}``. Files of before know no such mark, so it counts only
-where the form says so.
+Bytes of a tensor are ``{"__tensor__": [dtype, shape, base64]}``, and a tuple is ``{"__tuple__": [part, ...]}``. Files
+of before know no such marks, so a mark counts only where the form has it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from typing import Any, TypeVar
 
 from hpczero.files.regular import shown
 
-PAIRS, COUNTER, TENSOR = "__pairs__", "__counter__", "__tensor__"
+PAIRS, COUNTER, TENSOR, TUPLE = "__pairs__", "__counter__", "__tensor__", "__tuple__"
 FORM = "extra_form"  # of ``meta``: what ``extra`` is written as; absent: as it is
 
-_MARKS = {PAIRS, COUNTER, TENSOR}
-_FORMS = {"pairs", "tensors"}  # the second: with marks of tensors too
+_FORMS = {  # marks of each; one that comes later by its name has those before, too
+    "pairs": {PAIRS, COUNTER},
+    "tensors": {PAIRS, COUNTER, TENSOR},
+    "tuples": {PAIRS, COUNTER, TENSOR, TUPLE},
+}
+_MARKS = _FORMS["tuples"]
 
 T = TypeVar("T")
 
@@ -84,14 +88,14 @@ def extra_of(meta: Mapping[str, Any]) -> dict[Any, Any]:
     if form is not None:
         if form not in _FORMS:
             raise ValueError(f"is written as {shown(form)}, expected {' or '.join(sorted(_FORMS))}")
-        extra = unmarked(extra, tensors=form == "tensors")
+        extra = unmarked(extra, form)
     if not isinstance(extra, dict):
         raise ValueError(f"is {shown(extra)}, expected a dictionary")
     return extra
 
 
 def _forms(value: Any) -> Iterator[str]:
-    """Forms that the value needs: for a key that JSON would change, or a Counter, and for a tensor, at any depth.
+    """Forms that the value needs, at any depth: for a key that JSON would change, a Counter, a tensor, or a tuple.
 
     Raises:
         Unfit: it holds what JSON cannot hold.
@@ -103,6 +107,8 @@ def _forms(value: Any) -> Iterator[str]:
         for key, part in value.items():
             yield from within(key, _listed, part)
     elif isinstance(value, list | tuple):
+        if isinstance(value, tuple):
+            yield "tuples"
         for index, part in enumerate(value):
             yield from within(index, _listed, part)
     elif isinstance(value, Packed):
@@ -127,7 +133,8 @@ def marked(value: Any) -> Any:
         Unfit: it holds what JSON cannot hold.
     """
     if isinstance(value, list | tuple):
-        return [within(index, marked, part) for index, part in enumerate(value)]
+        parts = [within(index, marked, part) for index, part in enumerate(value)]
+        return {TUPLE: parts} if isinstance(value, tuple) else parts
     if isinstance(value, Packed):
         return {TENSOR: [value.dtype, [*value.shape], base64.b64encode(value.data).decode()]}
     if not isinstance(value, dict):
@@ -142,29 +149,31 @@ def marked(value: Any) -> Any:
     return {PAIRS: pairs}
 
 
-def unmarked(value: Any, *, tensors: bool = False) -> Any:
+def unmarked(value: Any, form: str = "pairs") -> Any:
     """The value that ``marked`` was given.
 
     Args:
         value: of JSON.
-        tensors: whether the mark of a tensor is one.
+        form: of ``_FORMS``: which marks are some.
 
     Raises:
-        ValueError: there are no pairs, or is no tensor, behind a mark.
+        ValueError: there are no pairs, or is no tensor or list, behind a mark.
     """
     if isinstance(value, list):
-        return [unmarked(part, tensors=tensors) for part in value]
+        return [unmarked(part, form) for part in value]
     if not isinstance(value, dict):
         return value
     mark = next(iter(value)) if len(value) == 1 else None
-    if mark not in _MARKS or (mark == TENSOR and not tensors):
-        return {key: unmarked(part, tensors=tensors) for key, part in value.items()}
+    if mark not in _FORMS[form]:
+        return {key: unmarked(part, form) for key, part in value.items()}
     pairs = value[mark]
     if mark == TENSOR:
         return _packed(pairs)
+    if mark == TUPLE and isinstance(pairs, list):
+        return tuple(unmarked(part, form) for part in pairs)
     if not (isinstance(pairs, list) and all(map(_is_pair, pairs))):
         raise ValueError(f"has {shown(pairs)} behind {mark}, expected pairs of key and value")
-    found = {key: unmarked(part, tensors=tensors) for key, part in pairs}
+    found = {key: unmarked(part, form) for key, part in pairs}
     if len(found) < len(pairs):
         raise ValueError(f"has a key twice behind {mark}: {shown(pairs)}")
     return found if mark == PAIRS else Counter(found)

@@ -69,7 +69,7 @@ def _check(manifest: Manifest) -> None:
     for name, values in states.items():
         if not isinstance(values, list) or len(values) not in (1, manifest.world_size):
             raise refuse(f"meta.extra_states.{name}", values, "one, or one of every rank")
-        _check_marks(f"meta.extra_states.{name}", lambda v=values: unmarked(v, tensors=True))  # type: ignore[misc]
+        _check_marks(f"meta.extra_states.{name}", lambda v=values: unmarked(v, "tuples"))  # type: ignore[misc]
     scale = of_type(meta, "loss_scale", dict, "meta.")
     if type(scale.get("scaled", True)) is not bool:
         raise refuse("meta.loss_scale.scaled", scale["scaled"], "true or false")
