@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import hpczero
 import hpczero.bridge
 from hpczero.bridge import tensors
-from hpczero.errors import PlanError
+from hpczero.errors import PlanError, StepError
 from tests.helpers.bridged import bridge
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.pretended import pretended_device
@@ -113,6 +116,32 @@ def test_ddp_of_a_zeroified_model_is_refused(comm: MPI.Intracomm, topology: Topo
     refused = pytest.raises(PlanError, match="means over the ranks already")
     with zeroified(model, adamw(model), stage=1, topology=topology), refused:
         nn.parallel.DistributedDataParallel(model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("asked", [{}, {"cpu": True}], ids=["by itself", "cpu"])
+def test_accelerate_sees_the_ranks_or_is_told_of(
+    comm: MPI.Intracomm, topology: Topology, caplog: pytest.LogCaptureFixture, asked: Any
+) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    model = MLP()
+    optimizer = adamw(model)
+    launched = {"LOCAL_RANK": str(comm.rank), "MASTER_ADDR": "localhost"} if asked else {}
+    with mock.patch.dict(os.environ, launched), zeroified(model, optimizer, topology=topology):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(**asked)
+        batches = [each.tolist() for each in accelerator.prepare(DataLoader([0, 1, 2, 3]))]
+        sees = [[comm.rank], [2 + comm.rank]] if asked else [[0], [1], [2], [3]]
+        if asked:
+            with pytest.raises(StepError, match=r"leave the model out of accelerator\.prepare"):
+                accelerator.prepare(model)
+        model(torch.ones(2, 7)).sum().backward()
+        optimizer.step()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    told = sum("set up for 1 process, and 2 ranks" in m for m in caplog.messages)
+    parallel_assert(comm, (batches, told) == (sees, int(not asked and comm.rank == 0)), caplog.text)
 
 
 @pytest.mark.ranks(2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -82,6 +83,13 @@ class Advice:
                 "mean of the ranks' means, which is not that of the global batch: scale each rank's loss by "
                 "local_samples * topology.size / global_samples, or give all ranks equal batches",
                 self._samples,
+            )
+        if not self._steps and self._topology.data.size > 1 and _accelerate_processes() == 1:
+            self._tell(
+                "accelerate was set up for 1 process, and %d ranks train: each has all samples of a loader that it "
+                "prepares, and its gather returns those of one rank. After zeroify make Accelerator(cpu=True), on GPUs "
+                "Accelerator() with LOCAL_RANK set, and prepare loaders alone: docs/bridge.md",
+                self._topology.data.size,
             )
         if same_generator and not self._steps and self._topology.data.size > 1 and self._drops():
             self._tell(
@@ -182,6 +190,12 @@ class Advice:
             self._told.add(message)
             if self._topology.is_root:
                 logger.warning(message, *values)
+
+
+def _accelerate_processes() -> int | None:
+    """For how many processes accelerate was set up; None where it was not."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    return getattr(state, "_shared_state", {}).get("num_processes")
 
 
 def _held_elsewhere(model: nn.Module) -> list[str]:

@@ -60,8 +60,8 @@ def moved_or_cast(title: str, before: Tensor, after: Tensor) -> str:
     become = "get other memory" if same else f"become {after.dtype} on {after.device}"
     return (
         f"{title} is {before.dtype} on {before.device} and would {become}, but a zeroified model cannot be moved or "
-        "cast: its shards would stay behind. Do it before zeroify; for half precision pass precision='bf16' or 'fp16' "
-        "to zeroify, for a device device='cuda'"
+        "cast: its shards would stay behind. Do it before zeroify, and leave the model out of accelerator.prepare; for "
+        "half precision pass precision='bf16' or 'fp16' to zeroify, for a device device='cuda'"
     )
 
 
