@@ -102,7 +102,8 @@ class Pipeline:
     def step(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> float:
         """Forward and backward of all micro-batches; ``optimizer.step()`` follows.
 
-        Gradients are the mean over micro-batches and data parallel ranks, those of inputs over micro-batches.
+        Gradients are the mean over micro-batches and data parallel ranks, those of inputs over micro-batches. They are
+        added to those that are there.
 
         Args:
             inputs: of each micro-batch, a tensor or a tuple of them; None where this is not the first stage.
@@ -112,8 +113,7 @@ class Pipeline:
             The mean loss over micro-batches of these data parallel ranks' pipeline, on each of its stages.
 
         Raises:
-            StepError: gradients are there already; micro-batches of other shapes; a stage whose output does not depend
-                on its input; on this rank.
+            StepError: micro-batches of other shapes; a stage whose output does not depend on its input; on this rank.
         """
         return self.begin_step(inputs, targets)()
 
@@ -136,6 +136,7 @@ class Pipeline:
         """
         self._check_training()
         given = Given.of(self._stage, self.micro_batches, inputs, targets)
+        self._ties.leave_to_first()
         with self._whole():
             self._run(self._actions, given, "step")
         self._ties.add_gradients(self.messages)
@@ -298,12 +299,4 @@ class Pipeline:
             raise StepError(
                 f"stage {stage}: the model was zeroified without an optimizer, so nothing is trained; use "
                 "pipeline.evaluate, or give zeroify an optimizer"
-            )
-        trained = [unit for unit in state.units if unit.spec.trainable]
-        there = [u.spec.name for u in trained if u.gradients.present or u.gradients.waiting]
-        if there:
-            raise StepError(
-                f"stage {stage}: {len(there)} unit(s), first {there[0]!r}, have gradients already, and those of "
-                "weights on two stages would be added up twice; call optimizer.zero_grad(), which sets them to None, "
-                "before pipeline.step"
             )

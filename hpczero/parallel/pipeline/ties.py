@@ -55,6 +55,12 @@ class Ties:
         self._names = names
         self._units: Sequence[Unit] = sorted(found, key=lambda unit: names[unit])
 
+    def leave_to_first(self) -> None:
+        """Of gradients that are there, which both stages have, the sum is to have one: the first's. Not collective."""
+        for unit in () if self._first else self._units:
+            if unit.spec.trainable:
+                unit.gradients.drop(set_to_none=False)
+
     def add_gradients(self, messages: StageMessages) -> None:
         """Make the gradients on both stages the sum of the two. The first and the last stage call it together.
 
