@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from hpczero.optim.orthogonal import COEFFICIENTS, orthogonalized
+from hpczero.plan.placement import ModelPart, part_of
 
 Rule = Literal["muon", "adamw"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -141,7 +142,7 @@ class Muon(Optimizer):
         """Over the trainable parameters of ``model``: matrices, and a group for AdamW.
 
         AdamW gets vectors, embeddings, convolutions, and what else ``adamw`` says: of a language model the head, if it
-        is not tied to the embedding.
+        is not tied to the embedding. The head of a last pipeline stage that is tied is one.
 
         Args:
             model: not yet zeroified.
@@ -154,11 +155,13 @@ class Muon(Optimizer):
         others = {
             id(p) for m in model.modules() if isinstance(m, apart) for p in m.parameters(False)
         }
+        part = part_of(model) or ModelPart(())
+        tied = {name for name, p in part.placements.items() if p.tied and not part.first}
         matrices: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                other = parameter.dim() < 2 or id(parameter) in others
+                other = parameter.dim() < 2 or id(parameter) in others or name in tied
                 other = other or (adamw is not None and adamw(name, parameter))
                 (rest if other else matrices).append(parameter)
         groups: list[dict[str, Any]] = [

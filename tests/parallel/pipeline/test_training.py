@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import hpczero
+from hpczero.optim import Muon
 from hpczero.plan.placement import part_of
 from tests.helpers.parallel import parallel_assert
+from tests.parallel.pipeline import models
 from tests.parallel.pipeline.models import Left, Staged, alone, batch, gpt, trained_plainly
 
 if TYPE_CHECKING:
@@ -259,6 +262,20 @@ def test_units_are_gathered_and_reduced_once_in_a_step(
             staged.optimizer.step()
             staged.optimizer.zero_grad()
         staged.release()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_muon_takes_a_tied_head_for_the_embedding_that_it_is(
+    comm: MPI.Intracomm, stage: int
+) -> None:
+    with mock.patch.object(models, "adamw", lambda model, **_: Muon.of(model, 0.02, eps=1e-2)):
+        batches = [[batch(step, 2)] for step in range(3)]
+        staged = Staged(comm, gpt(), pipeline=2, micro_batches=2, stage=stage)
+        found, expected = staged.train(batches), trained_plainly(gpt(), batches)
+    far = {n: (w - expected.weights[n]).abs().max().item() for n, w in found.weights.items()}
+    parallel_assert(comm, max(far.values()) < 1e-5, str(far))
+    staged.release()
 
 
 @pytest.mark.ranks(2)
