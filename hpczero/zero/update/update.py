@@ -258,7 +258,7 @@ class Step:
             stepper.drop_gradients()
             self.rounds.gradients_go(stepper.index)
             return
-        if not stepper.has_gradients(flags):
+        if stepper.slots and not stepper.has_gradients(flags):
             self.skips.tell_nothing_to_do()
         if stepper.together:
             self._stream(stepper, stepper.begin)

@@ -250,8 +250,10 @@ def test_what_a_block_keeps_of_a_message_may_change_while_that_is_on_its_way(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("where", [0, 1])
-def test_a_frozen_stage_lets_gradients_through(comm: MPI.Intracomm, where: int) -> None:
-    """Blocks and ends of one stage are frozen: the other one trains as if it were whole."""
+def test_a_frozen_stage_lets_gradients_through(
+    comm: MPI.Intracomm, where: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks and ends of one stage are frozen: the other one trains as if it were whole, and nothing is missed."""
     data = batch(0, 3)
 
     def freeze(model: nn.Module) -> None:
@@ -264,6 +266,8 @@ def test_a_frozen_stage_lets_gradients_through(comm: MPI.Intracomm, where: int) 
     mine = {n for n, p in staged.model.named_parameters() if p.requires_grad}
     parallel_assert(comm, bool(mine) == (comm.rank != where))
     parallel_assert(comm, found.keys() == comm.bcast(mine, root=1 - where), f"{found.keys()}")
+    staged.train([[data]])
+    parallel_assert(comm, "no parameter has a gradient" not in caplog.text)
     staged.release()
     expected = alone(gpt(tie_embeddings=False), *data)
     parallel_assert(comm, all(torch.equal(found[n], expected[n]) for n in found))
