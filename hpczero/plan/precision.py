@@ -65,6 +65,11 @@ class Precision:
                 "precision: fp16 gradients underflow without a loss scale; "
                 "use Precision.of('fp16') or pass loss_scale=LossScale()"
             )
+        if self.param == "fp32" and self.loss_scale is not None:
+            raise ConfigError(
+                "precision: got param='fp32' and a loss scale, expected none: fp32 gradients do not underflow; leave "
+                "loss_scale out, or take param='fp16'"
+            )
 
     @classmethod
     def of(cls, precision: str | Precision, *, reduce: DType = "fp32") -> Precision:

@@ -14,7 +14,7 @@ from hpczero.errors import ConfigError, PlanError
 from hpczero.models import GPT, GPTConfig
 from hpczero.plan import MemoryPlan, Plan, Stage, TrafficPlan
 from hpczero.plan.plan import UnitRule
-from hpczero.plan.precision import DType, Precision
+from hpczero.plan.precision import DType, LossScale, Precision
 from hpczero.plan.rounds import EXCHANGE_BYTES
 from hpczero.plan.rules import default_rule, whole_model
 
@@ -150,6 +150,11 @@ def test_only_fp32_or_the_dtype_of_the_precision_can_be_sharded(
 def test_unknown_precision_is_refused(precision: str) -> None:
     with pytest.raises(ConfigError, match="precision: got"):
         build(nn.Linear(2, 2), precision=precision)
+
+
+def test_loss_scale_beside_fp32_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leave loss_scale out"):
+        Precision(loss_scale=LossScale())
 
 
 def test_plans_of_equal_models_are_equal_and_of_others_are_not() -> None:
