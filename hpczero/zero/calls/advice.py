@@ -75,8 +75,14 @@ class Advice:
         )
         return self._samples % 2**32, generator
 
-    def compared(self, *, same_samples: bool, same_generator: bool) -> None:
-        """Take the result of the comparison of ``words``. A step is about to be taken."""
+    def compared(self, *, same_samples: bool, same_generator: bool, same_parts: bool) -> None:
+        """Take the result of the comparison of ``words``. A step is about to be taken.
+
+        Args:
+            same_samples: on all ranks with this part of the model.
+            same_generator: on these.
+            same_parts: the same generator on all ranks with this copy of the model.
+        """
         if not same_samples:
             self._tell(
                 "ranks have batches of different sizes (rank 0: %d samples since the last step). The gradient is the "
@@ -91,10 +97,13 @@ class Advice:
                 "Accelerator() with LOCAL_RANK set, and prepare loaders alone: docs/bridge.md",
                 self._topology.data.size,
             )
-        if same_generator and not self._steps and self._topology.data.size > 1 and self._drops():
+        alike = same_generator and self._topology.data.size > 1
+        alike = alike or (same_parts and self._topology.pipeline.size > 1)
+        if alike and not self._steps and self._drops():
             self._tell(
                 "all ranks draw the same random numbers (torch.initial_seed() is equal), so dropout drops the same "
-                "elements on each; call torch.manual_seed(seed + 1 + topology.rank) after zeroify"
+                "elements on each; call torch.manual_seed(seed + 1 + topology.rank // topology.tensor.size) after "
+                "zeroify"
             )
         self._samples = 0
         self._steps += 1

@@ -119,22 +119,25 @@ class Agreement:
         stop = bool(rest[0]) or not same_options
         bad = rest[1 : len(verdict)].astype(bool).tolist()
         packed = rest[len(verdict) :]
-        stop, *bad = self._anywhere([stop, *bad])
+        (stop, *bad), same_parts = self._anywhere([stop, *bad], words[-1])
         if stop:
             with self._topology.agreed("take the step"):
                 if problem is not None:
                     raise problem
         if not same_replicas:
             self.replicas.check()
-        self._advice.compared(same_samples=same_samples, same_generator=same_generator)
+        self._advice.compared(
+            same_samples=same_samples, same_generator=same_generator, same_parts=same_parts
+        )
         flags = np.unpackbits(packed, count=used.size).astype(bool).reshape(used.shape)
         ends = np.cumsum([len(unit.gradients.usage) for unit in self._units])
         return [not each for each in bad], np.split(flags, ends[:-1], axis=1) if len(ends) else []
 
-    def _anywhere(self, mine: Sequence[bool]) -> list[bool]:
-        """Of each, whether it is true on any rank of this copy of the model. Collective over them."""
-        found = self._topology.model_parallel.share(np.array(mine, dtype=np.float64))
-        return [bool(each) for each in np.asarray(found.any(axis=0)).tolist()]
+    def _anywhere(self, mine: Sequence[bool], word: int) -> tuple[list[bool], bool]:
+        """Of each, whether it is true on any rank of this copy of the model; whether all have ``word``. Collective."""
+        found = self._topology.model_parallel.share(np.array([*mine, word], dtype=np.float64))
+        *flags, words = found.T
+        return [bool(each.any()) for each in flags], bool((words == word).all())
 
     def _unequal(self, options: Sequence[str]) -> StepError | None:
         """What this rank has that rank 0 has not. Collective over the ranks with the same part of the model."""

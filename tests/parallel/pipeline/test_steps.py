@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,25 @@ def test_dropout_does_not_repeat_between_micro_batches(comm: MPI.Intracomm, stag
     parallel_assert(comm, found is None or all(torch.equal(found[0], each) for each in found[1:]))
     plain = gpt()(x)
     parallel_assert(comm, found is None or torch.allclose(found[0], plain, atol=1e-6))
+    staged.release()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("seed", [lambda _: 5, lambda t: 5 + t.rank], ids=["one", "own"])
+def test_stages_that_would_drop_alike_are_told(
+    comm: MPI.Intracomm, seed: Callable[[Topology], int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one seed a mask of the first stage is one of the last stage again."""
+    staged, masks = Staged(comm, gpt(dropout=0.5), pipeline=2, micro_batches=2, stage=1), []
+    torch.manual_seed(seed(staged.topology))
+    for module in staged.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda _, __, y: masks.append((y == 0).numpy().tobytes()))
+    staged.train([[batch(step, 2)] for step in range(2)])
+    first, last = comm.allgather(set(masks))
+    told, same = caplog.text.count("draw the same random numbers"), bool(first & last)
+    alike = len(set(comm.allgather(seed(staged.topology)))) == 1
+    parallel_assert(comm, (told, same) == (alike and comm.rank == 0, alike), f"{told} {same}")
     staged.release()
 
 
