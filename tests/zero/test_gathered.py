@@ -103,6 +103,8 @@ def test_changes_of_the_modifier_rank_reach_all_ranks_and_the_masters(
         with hpczero.gathered(model, modifier_rank=root), torch.no_grad():
             for name in changed:
                 model.get_parameter(name).fill_(0.75 if comm.rank == root else -1.0)
+            with hpczero.gathered(model):  # of a helper that reads
+                pass
         after = masters(model)
         for name, value in after.items():
             # what was not touched keeps its fp32 digits
@@ -123,7 +125,7 @@ def test_change_without_a_modifier_rank_is_refused(
         before = masters(model)
 
         def change() -> None:
-            with hpczero.gathered(model), torch.no_grad():
+            with hpczero.gathered(model), hpczero.gathered(model), torch.no_grad():
                 if comm.rank == 1:
                     next(model.parameters()).zero_()
 

@@ -148,6 +148,32 @@ def test_module_inside_a_unit_that_was_cast(
         raises_on_all(comm, StepError, "'layers.0.0.weight' got new memory", optimizer.step)
 
 
+@pytest.mark.parametrize("transport", ["window", "flat"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_that_torch_moves_to_shared_memory(
+    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
+) -> None:
+    """``share_memory`` changes the address of a storage, and with it of all views."""
+    found = []
+    for shared in (False, True):
+        model = MLP()
+        optimizer = adamw(model)
+        with zeroified(model, optimizer, stage=stage, topology=topology, transport=transport):
+            if shared:
+                model.share_memory()
+            for _ in range(2):
+                mlp_backward(model, comm.rank)
+                if shared and stage and transport == "window":
+                    said = "moved the parameters of .* to other memory .*HPCZERO_TRANSPORT=flat"
+                    raises_on_all(comm, StepError, said, optimizer.step)
+                    return
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(hpczero.full_state_dict(model) or {})
+    same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    parallel_assert(comm, same)
+
+
 @STAGES
 def test_frozen_parameter_that_was_changed_in_place(
     comm: MPI.Intracomm, topology: Topology, stage: int

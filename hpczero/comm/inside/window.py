@@ -75,12 +75,19 @@ class WholeBuffer(Buffer):
             CommError: there are none left.
         """
         self.tensor = segment.bytes[: numel * dtype.itemsize].view(dtype)
+        self._address = self.tensor.data_ptr()
         whole = numel * dtype.itemsize
         self._nbytes = -(-whole // size)
         segment.claim(rank * self._nbytes, min((rank + 1) * self._nbytes, whole))
         segment.close_file()  # a model may have more units than a process may have files
         memory.add(category, self._nbytes)
         self._held = True
+
+    @property
+    @override
+    def moved(self) -> bool:
+        """Whether torch has moved it to memory that the node does not see, as ``share_memory_`` does."""
+        return self.tensor.data_ptr() != self._address
 
     @override
     def take(self) -> None:

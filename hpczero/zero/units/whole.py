@@ -352,6 +352,13 @@ class WholeParameters:
     def check_values(self) -> None:
         """Raises StepError if masters lack what parameters show. Inside a ``hold`` changes count at its end only."""
         self.check_certain()
+        if self._buffer.moved:
+            raise StepError(
+                f"rank {self._comm.rank}: torch moved the parameters of {self.spec.name!r} to other memory since "
+                "zeroify, as model.share_memory() and torch.multiprocessing's queues do, and the ranks of the node "
+                "share the old one; give a queue copies (value.clone()), or take transport flat "
+                "(HPCZERO_TRANSPORT=flat)"
+            )
         if not (self.holds or self.late.pending):
             self.watch.check_guards()
             self.watch.check_values(self.flat)
