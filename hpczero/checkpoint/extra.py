@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -207,6 +208,8 @@ def _packed(value: Any) -> Any:
     if isinstance(value, list | tuple):
         parts = [within(index, _packed, part) for index, part in enumerate(value)]
         return tuple(parts) if isinstance(value, tuple) else parts
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()  # a best loss, say: it comes back as Python's
     return value
 
 

@@ -228,8 +228,11 @@ class StateHome:
         if isinstance(value, CodedState):
             into.copy_(value.read(first, len(into)))
             return
-        found = value.detach().reshape(-1)[first : first + len(into)]
-        into[: len(found)].copy_(found)
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # what a program has made of a piece is a piece
+            found = value.detach().reshape(-1)[first : first + len(into)]
+            into[: len(found)].copy_(found)
         into[len(found) :].zero_()  # of a state with fewer elements than its parameter
 
     def write(self, piece: Piece, begin: int, values: Tensor) -> None:

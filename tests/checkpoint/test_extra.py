@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, MultiStepLR, SequentialLR
@@ -84,6 +85,16 @@ def test_keys_that_are_no_texts_come_back(
         hpczero.checkpoint.save(folder, sharding.model, step=1, extra=extra)
         found = hpczero.checkpoint.load(folder, sharding.model).extra
     parallel_assert(comm, repr(found) == repr(extra), repr(found))
+
+
+def test_numpy_scalars_come_back_as_numbers(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    extra = {"best": np.float32(0.5), "epoch": np.int64(3), "done": np.bool_(True)}
+    with zeroified(MLP(), None, topology=topology) as sharding:
+        hpczero.checkpoint.save(folder, sharding.model, step=1, extra=extra)
+        found = hpczero.checkpoint.load(folder, sharding.model).extra
+    parallel_assert(comm, repr(found) == repr({"best": 0.5, "epoch": 3, "done": True}), repr(found))
 
 
 def test_extra_of_text_keys_is_stored_as_it_is(

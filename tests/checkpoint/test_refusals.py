@@ -383,3 +383,24 @@ def test_weights_for_another_head_or_optimizer_come_by_the_way_that_is_named(
             found = hpczero.full_state_dict(model)
             fine = not found or all(torch.equal(v, (saved or {})[n]) for n, v in found.items())
             parallel_assert(comm, fine)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_state_that_a_program_makes_of_pieces_comes_back(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, stage: int
+) -> None:
+    Keeps.odd = staticmethod(lambda p: torch.zeros_like(p.detach()) + 2 * p)
+    found = []
+    for saved in (True, False):
+        model = Small()
+        optimizer = Keeps(model.parameters())
+        hpczero.zeroify(model, optimizer, stage=stage, topology=topology)
+        if saved:
+            optimizer.step()
+            path = hpczero.checkpoint.save(folder, model, step=1)
+        else:
+            hpczero.checkpoint.load(path, model)
+        pieces = [p for group in optimizer.param_groups for p in group["params"]]
+        found.append([optimizer.state[p]["odd"].tolist() for p in pieces])
+        hpczero.release(model)
+    parallel_assert(comm, found[0] == found[1] and found[0] != [], str(found))
