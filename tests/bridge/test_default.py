@@ -132,7 +132,7 @@ def test_accelerate_sees_the_ranks_or_is_told_of(
     with mock.patch.dict(os.environ, launched), zeroified(model, optimizer, topology=topology):
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(**asked)
-        batches = [each.tolist() for each in accelerator.prepare(DataLoader([0, 1, 2, 3]))]
+        batches = [each.tolist() for each in accelerator.prepare(DataLoader(range(4)))]
         sees = [[comm.rank], [2 + comm.rank]] if asked else [[0], [1], [2], [3]]
         if asked:
             with pytest.raises(StepError, match=r"leave the model out of accelerator\.prepare"):
