@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import pytest
@@ -126,13 +126,13 @@ def test_accelerate_sees_the_ranks_or_is_told_of(
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    model = MLP()
+    model, samples = MLP(), cast("Any", [0, 1, 2, 3])
     optimizer = adamw(model)
     launched = {"LOCAL_RANK": str(comm.rank), "MASTER_ADDR": "localhost"} if asked else {}
     with mock.patch.dict(os.environ, launched), zeroified(model, optimizer, topology=topology):
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(**asked)
-        batches = [each.tolist() for each in accelerator.prepare(DataLoader(range(4)))]
+        batches = [each.tolist() for each in accelerator.prepare(DataLoader(samples))]
         sees = [[comm.rank], [2 + comm.rank]] if asked else [[0], [1], [2], [3]]
         if asked:
             with pytest.raises(StepError, match=r"leave the model out of accelerator\.prepare"):
