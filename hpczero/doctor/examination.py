@@ -20,7 +20,7 @@ from hpczero.doctor.disk import check_disk
 from hpczero.doctor.finding import Finding, Status
 from hpczero.doctor.limit import TimeLimit
 from hpczero.doctor.stripes import check_stripes
-from hpczero.files.striping import striping_of
+from hpczero.files.direct import striping_of
 from hpczero.job.topology import Topology
 from hpczero.probe.tiers import measure_disk
 

@@ -1,6 +1,6 @@
 """What is said of a folder on Lustre: over how many storage targets a checkpoint there is spread.
 
-Owns: the finding. Must not know: how it is found out (`hpczero.files.striping`), checkpoints, MPI.
+Owns: the finding. Must not know: how it is found out (`hpczero.files.direct`), checkpoints, MPI.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpczero.doctor.finding import Finding, Status
-from hpczero.files.striping import ALL, Striping, command
+from hpczero.files.direct import ALL, Striping, command
 
 MOST = 64  # from so many nodes on: all targets
 

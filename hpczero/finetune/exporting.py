@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import CheckpointNotWritten, ConfigError
-from hpczero.files.hidden import Hidden, is_free
+from hpczero.files.durable import Hidden, is_free
 from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product
 from hpczero.finetune.lowrank import CHILD, LowRank, merged
 from hpczero.finetune.peft_names import is_peft, saved_by_peft

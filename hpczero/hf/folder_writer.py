@@ -17,7 +17,7 @@ from typing_extensions import Self
 from hpczero.checkpoint.foreign.safe_file import write_json
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import CheckpointNotWritten, ConfigError
-from hpczero.files.hidden import Hidden, is_free
+from hpczero.files.durable import Hidden, is_free
 from hpczero.files.regular import reason
 from hpczero.hf.files import INDEX, SINGLE
 

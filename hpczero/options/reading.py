@@ -121,7 +121,9 @@ def _near(complaint: str, cls: type) -> str:
     if unknown is None or "Perhaps" in complaint:
         return ""
     words = set(re.split(r"[._-]", unknown[1].rpartition(".")[2]))
-    hints = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}  # else: of subcommands
+    hints = (
+        typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+    )  # else: of subcommands
     sections = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     names = [name for name in hints if name not in sections]
     names += [

@@ -17,7 +17,7 @@ from hpczero.checkpoint import Checkpoints, load
 from hpczero.checkpoint.disk.lines import homes
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointNotWritten
-from hpczero.files.striping import stripe
+from hpczero.files.direct import stripe
 from hpczero.options.config import ResumeOptions, RunConfig
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.weights import step_of_weights

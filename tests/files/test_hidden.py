@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.files.hidden import Hidden, is_free
+from hpczero.files.durable import Hidden, is_free
 
 
 def names(folder: Path) -> list[str]:

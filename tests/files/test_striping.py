@@ -12,8 +12,8 @@ import pytest
 from hpczero.doctor.finding import Status
 from hpczero.doctor.stripes import check_stripes
 from hpczero.errors import ConfigError
-from hpczero.files import striping
-from hpczero.files.striping import ALL, Striping, stripe, striping_of
+from hpczero.files import direct
+from hpczero.files.direct import ALL, Striping, stripe, striping_of
 from hpczero.options.config import CheckpointOptions
 from tests.helpers.mpirun import run_ranks
 from tests.helpers.runs import steps, train
@@ -95,7 +95,7 @@ def test_server_that_does_not_answer_is_not_waited_for(
 ) -> None:
     lfs.says("")
     (lfs.folder / "lfs").write_text("#!/bin/sh\nexec sleep 100\n")
-    monkeypatch.setattr(striping, "LIMIT_S", 0.2)
+    monkeypatch.setattr(direct, "LIMIT_S", 0.2)
     assert striping_of(tmp_path) is None
 
 

@@ -33,7 +33,7 @@ from hpczero.checkpoint.foreign import safe_file as safefile
 from hpczero.checkpoint.foreign.safe_file import DTYPES, Entry
 from hpczero.checkpoint.places import checkpoints_at
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
-from hpczero.files.hidden import Hidden
+from hpczero.files.durable import Hidden
 from hpczero.files.regular import kind_of, reason
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from pathlib import Path
 
 from transformers.trainer_utils import sort_checkpoints
 
-from hpczero.files.durable import sync
-from hpczero.files.hidden import Hidden
+from hpczero.files.durable import Hidden, sync
 from hpczero.hf.files import ADAPTER_CONFIG, HIDDEN, INDEX, SINGLE
 
 ADAPTER = "adapter_model.safetensors"
