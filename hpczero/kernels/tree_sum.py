@@ -1,23 +1,313 @@
-r"""The one sum: k blocks into one in fp32, as a balanced tree within each node, then over nodes.
-
-Owns: the order and the rounding places of every gradient reduction. Must not know: MPI, who sent which block. This is
-the torch twin. It works piece by piece, so partial sums stay in cache. On a CUDA device ``device_sum`` does the same in
-one launch, or by subtrees.
-
-    blocks 0 1 2 3 | 4 5 6 7          node 0 | node 1
-           \/   \/   \/   \/          fp32 partial sums
-            \___/     \___/           rounded to ``node_dtype`` here, and only here
-                 \_____/              fp32, times ``scale``
-"""
+"""The one sum of ranks' values, in one order: on the host, and by kernels on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate as running_sums
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from hpczero.kernels.device_sum import device_tree_sum
+from hpczero.kernels.source import (
+    MOST_BLOCKS,
+    MOST_BLOCKS_OF_ROWS,
+    THREADS,
+    VECTOR_NBYTES,
+    tree_sum_source,
+)
+
+# A sum of any number of blocks as launches that read few blocks each: subtrees first, then the tree over their sums.
+#
+# The tree halves a sequence again and again, so all parts of one depth are trees of their own, and the tree over the
+# parts is the rest of the whole one. Cut there, every addition has the operands that it has in one launch: the same
+# bits.
+#
+#     40 blocks, at most 32      level 0   blocks 0..19 -> s0 | blocks 20..39 -> s1      fp32, not scaled
+#                                level 1   s0, s1 -> out                                 scaled, accumulated
+
+T = TypeVar("T")
+Groups = tuple[tuple[int, ...], ...]
+Level = tuple[Groups, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One sum of few blocks.
+
+    Attributes:
+        blocks: (numel,) or (rows, numel) each, of one dtype, group by group; rows of equal strides.
+        sizes: blocks of each group.
+        out: fp32 of the same shape.
+        scale: multiplies the sum once.
+        accumulate: whether to add to what ``out`` holds.
+    """
+
+    blocks: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    out: Tensor
+    scale: float
+    accumulate: bool
+
+
+def sum_by_launches(
+    blocks: Sequence[Tensor],
+    out: Tensor,
+    *,
+    groups: Sequence[Sequence[int]],
+    scale: float,
+    accumulate: bool,
+    launch: Callable[[Launch], bool],
+    most: int = MOST_BLOCKS,
+) -> bool:
+    """``tree_sum`` of any number of blocks by sums of at most ``most``, in order, each with its bits.
+
+    Args:
+        blocks: as in ``tree_sum``.
+        out: as in ``tree_sum``. It is written by the last launch alone.
+        groups: as in ``tree_sum``.
+        scale: as in ``tree_sum``; of the last launch.
+        accumulate: as in ``tree_sum``; of the last launch.
+        launch: starts one sum, which rounds partial sums as ``tree_sum`` does; False where it cannot.
+        most: as in ``levels``.
+
+    Returns:
+        Whether all were started; if not, ``out`` is as it was.
+    """
+    *lower, (last,) = _levels(tuple(tuple(group) for group in groups), most)
+    there = list(blocks)
+    for level in lower:
+        sums = [torch.empty_like(out) for _ in level]
+        for part, into in zip(level, sums, strict=True):
+            if not launch(_launch(there, part, into, 1.0, False)):
+                return False
+        there = sums
+    return launch(_launch(there, last, out, scale, accumulate))
+
+
+@lru_cache(maxsize=64)
+def _levels(groups: Groups, most: int) -> tuple[Level, ...]:
+    """``levels``, which training asks for again and again with the same few groups: 25 us of 49 nodes' each."""
+    return levels(groups, most)
+
+
+def _launch(
+    blocks: Sequence[Tensor], groups: Groups, out: Tensor, scale: float, accumulate: bool
+) -> Launch:
+    in_order = tuple(blocks[i] for group in groups for i in group)
+    return Launch(in_order, tuple(map(len, groups)), out, scale, accumulate)
+
+
+def groups_in_order(sizes: Sequence[int]) -> list[range]:
+    """Groups of these sizes over blocks that follow one another."""
+    ends = list(running_sums(sizes, initial=0))
+    return [range(start, stop) for start, stop in pairwise(ends)]
+
+
+def levels(groups: Sequence[Sequence[int]], most: int) -> tuple[Level, ...]:
+    """The launches of a sum, level by level; the last level has one.
+
+    Args:
+        groups: indices of blocks, node by node, as in ``tree_sum``.
+        most: blocks that one launch reads at most; 4 or more.
+
+    Returns:
+        Each launch as the ``groups`` of its own ``tree_sum``. Those of the first level index the blocks. Those of
+        another index the fp32 sums of the level before.
+    """
+    assert most >= 4, "a cut of several groups leaves two or more in each part"
+    whole = tuple(tuple(group) for group in groups)
+    if sum(map(len, whole)) <= most:
+        return ((whole,),)
+    if len(whole) > 1:
+        parts = _parts_of_groups(whole, most)
+        if parts is not None:  # each rounds its groups' sums, and nothing is rounded later
+            return (parts, *levels([range(len(parts))], most))
+    cuts = [_cut(group, most) for group in whole]
+    launches: list[Groups] = []
+    rest: list[range] = []
+    for cut in cuts:
+        rest.append(range(len(launches), len(launches) + len(cut)))
+        launches += [(part,) for part in cut]
+    return (tuple(launches), *levels(rest, most))
+
+
+def _parts_of_groups(groups: Groups, most: int) -> Level | None:
+    """Whole groups, two or more in each part: one group alone would not be rounded. None if they are too large."""
+    parts: tuple[Groups, ...] = (groups,)
+    while all(len(part) >= 4 for part in parts):
+        parts = tuple(half for part in parts for half in _halves(part))
+        if all(sum(map(len, part)) <= most for part in parts):
+            return parts
+    return None
+
+
+def _cut(group: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]:
+    parts: tuple[tuple[int, ...], ...] = (group,)
+    while max(map(len, parts)) > most:
+        parts = tuple(half for part in parts for half in _halves(part))
+    return parts
+
+
+def _halves(part: tuple[T, ...]) -> tuple[tuple[T, ...], tuple[T, ...]]:
+    """As ``tree_sum`` halves: the first is the larger."""
+    middle = (len(part) + 1) // 2
+    return part[:middle], part[middle:]
+
+
+logger = logging.getLogger("hpczero.kernels")
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+BLOCKS_PER_SM = 8
+
+
+def device_tree_sum(
+    blocks: Sequence[Tensor],
+    out: Tensor,
+    *,
+    groups: Sequence[Sequence[int]],
+    scale: float,
+    accumulate: bool,
+    node_dtype: torch.dtype,
+) -> bool:
+    """Sum as ``tree_sum`` does, on torch's current stream of ``out``'s device. Other processes may own the blocks.
+
+    The tensors are of one form, as ``tree_sum.rows_of`` gives them. Of more than ``MOST_BLOCKS`` blocks
+    (``MOST_BLOCKS_OF_ROWS`` of several rows) it takes several launches and memory for their sums: 4 bytes for each
+    element of ``out`` and each 8 to 32 blocks.
+
+    Returns:
+        Whether it was done. It is not where a kernel cannot be compiled; ``tree_sum``'s operations give the same bits.
+    """
+    import cupy
+
+    device = out.device
+    most = torch.cuda.get_device_properties(device).multi_processor_count * BLOCKS_PER_SM
+    rows, numel = out.shape if out.dim() == 2 else (1, out.numel())
+    across = min(max(-(-numel // THREADS), 1), most)
+    grid = across, min(rows, max(most // across, 1))
+
+    def launch(one: Launch) -> bool:
+        form = _Form.of(one)
+        kernel = _kernel(one.sizes, form, NAMES[node_dtype], device.index)
+        if kernel is None:
+            return False
+        kernel(
+            grid,
+            (THREADS,),
+            (
+                *(block.data_ptr() for block in one.blocks),
+                one.out.data_ptr(),
+                rows,
+                numel,
+                one.blocks[0].stride(0) if rows > 1 else 0,
+                one.out.stride(0) if rows > 1 else 0,
+                cupy.float32(one.scale),
+                cupy.int32(one.accumulate),
+            ),
+        )
+        return True
+
+    with cupy.cuda.Device(device.index), _current_lane(cupy, device):
+        return sum_by_launches(
+            blocks,
+            out,
+            groups=groups,
+            scale=scale,
+            accumulate=accumulate,
+            launch=launch,
+            most=MOST_BLOCKS if rows == 1 else MOST_BLOCKS_OF_ROWS,
+        )
+
+
+class _Form(NamedTuple):
+    """What a kernel is compiled for, beside the shape of its tree."""
+
+    dtype: str
+    aligned: bool
+    several_rows: bool
+
+    @classmethod
+    def of(cls, one: Launch) -> _Form:
+        """That of one launch, whose blocks have equal strides."""
+        tensors, rows = (*one.blocks, one.out), one.out.shape[0] if one.out.dim() == 2 else 1
+        nbytes = [tensor.data_ptr() for tensor in tensors]
+        if rows > 1:
+            nbytes += [tensor.stride(0) * tensor.itemsize for tensor in tensors]
+        return cls(
+            NAMES[one.blocks[0].dtype], all(n % VECTOR_NBYTES == 0 for n in nbytes), rows > 1
+        )
+
+
+# One for each stream, for ever: torch's streams are never destroyed, and a CuPy stream that goes may take its with it.
+_lanes: dict[tuple[int, int], Any] = {}
+
+
+def _current_lane(cupy: Any, device: torch.device) -> Any:
+    """Torch's current stream as CuPy's."""
+    stream = torch.cuda.current_stream(device)
+    key = (stream.device_index, stream.cuda_stream)
+    if key not in _lanes:
+        if hasattr(stream, "__cuda_stream__") and hasattr(cupy.cuda.Stream, "from_external"):
+            _lanes[key] = cupy.cuda.Stream.from_external(stream)
+        else:
+            _lanes[key] = cupy.cuda.ExternalStream(*reversed(key))  # CuPy before 14
+    return _lanes[key]
+
+
+def kernel_figures(
+    sizes: Sequence[int], dtype: torch.dtype, node_dtype: torch.dtype, device: torch.device
+) -> dict[str, int] | None:
+    """What the driver says of the kernel that sums aligned blocks in groups of ``sizes``; None: it does not compile.
+
+    Returns:
+        ``registers`` of a thread and its ``local_nbytes``, which hold what found no register.
+    """
+    form = _Form(NAMES[dtype], aligned=True, several_rows=False)
+    kernel = _kernel(tuple(sizes), form, NAMES[node_dtype], device.index)
+    if kernel is None:
+        return None
+    found = kernel.attributes
+    return {"registers": found["num_regs"], "local_nbytes": found["local_size_bytes"]}
+
+
+@cache
+def _kernel(
+    sizes: tuple[int, ...], form: _Form, node_dtype: str, device: int
+) -> Any:  # Any: a kernel of CuPy's, or None where it cannot be compiled
+    import cupy
+
+    source = tree_sum_source(
+        groups_in_order(sizes),
+        form.dtype,
+        node_dtype,
+        aligned=form.aligned,
+        cuda=True,
+        several_rows=form.several_rows,
+    )
+    with cupy.cuda.Device(device):
+        kernel = cupy.RawKernel(source, "tree_sum", options=("--std=c++17",))
+        try:
+            kernel.compile()
+        except Exception as error:  # of the compiler, of its libraries that are missing
+            logger.warning(
+                "the kernel that sums gradients cannot be compiled, and torch's operations do it in several passes: %s",
+                str(error)[-400:],
+            )
+            return None
+    return kernel
+
+
+# The one sum: k blocks into one in fp32, as a balanced tree within each node, then over nodes.
+#
+#     blocks 0 1 2 3 | 4 5 6 7          node 0 | node 1
+#            \/   \/   \/   \/          fp32 partial sums
+#             \___/     \___/           rounded to ``node_dtype`` here, and only here
+#                  \_____/              fp32, times ``scale``
 
 # fp32 elements per piece: a few pieces of partial sums (128 KiB each) fit a core's second-level cache.
 PIECE_NUMEL = 32 * 1024

@@ -14,7 +14,7 @@ Time of the host is that of the thread that communicates. Another thread compute
 compute with its host time, as far as it hides at all. Not in the model: that threads of Python wait for each other,
 what the MPI library does for a message that leaves, and other algorithms than pairs, which a measurement may choose.
 
-Source: `hpczero.comm.algorithms.pairwise`, `hpczero.comm.between.rails`, `hpczero.kernels.subtrees`; issue 20, item 5.
+Source: `hpczero.comm.algorithms.pairwise`, `hpczero.comm.between.rails`, `hpczero.kernels.tree_sum`; issue 20, item 5.
 """
 
 from __future__ import annotations

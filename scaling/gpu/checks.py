@@ -95,7 +95,7 @@ def compiled(bench: Bench, dtype: torch.dtype, count: int) -> Row:
 
     On the twin by CUDA's compiler for ``TWIN_ARCHITECTURE``, where it is installed; else nothing is known.
     """
-    from hpczero.kernels.device_sum import NAMES, kernel_figures
+    from hpczero.kernels.tree_sum import NAMES, kernel_figures
 
     if not bench.accelerator.is_host:
         figures = kernel_figures((count,), dtype, torch.float32, bench.accelerator.device)

@@ -23,8 +23,7 @@ import torch
 
 from hpczero.accelerator import Accelerator, choose_accelerator
 from hpczero.errors import CommError, run
-from hpczero.kernels.device_sum import kernel_figures
-from hpczero.kernels.tree_sum import tree_sum
+from hpczero.kernels.tree_sum import kernel_figures, tree_sum
 from scaling.evidence.record import Row, versions
 from scaling.gpu.bench import MIB, Bench, print_row
 from scaling.gpu.jobs import launcher

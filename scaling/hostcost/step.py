@@ -41,7 +41,7 @@ from hpczero.models.presets import PRESETS
 from hpczero.plan.sizing import blockwise_plan
 
 try:
-    from hpczero.kernels.subtrees import sum_by_launches
+    from hpczero.kernels.tree_sum import sum_by_launches
 except ImportError:  # a checkout whose kernel took up to MOST_BLOCKS blocks, and no more
     from hpczero.kernels.source import MOST_BLOCKS
 

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from hpczero.kernels.device_sum import NAMES
 from hpczero.kernels.source import MOST_BLOCKS, MOST_BLOCKS_OF_ROWS, tree_sum_source
+from hpczero.kernels.tree_sum import NAMES
 from scaling.gpu.nvrtc import CompileError, Nvrtc, find_nvrtc
 from tests.helpers.cases import EVERYTHING
 

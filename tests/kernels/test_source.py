@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero.kernels.device_sum import NAMES
 from hpczero.kernels.source import MOST_BLOCKS, VECTOR_NBYTES, tree_sum_source
-from hpczero.kernels.tree_sum import tree_sum
+from hpczero.kernels.tree_sum import NAMES, tree_sum
 
 GROUPS = [[[0]], [[0, 1]], [[2, 0, 1]], [[0, 1], [2, 3]], [[0, 2, 4], [1, 3, 5]], [[0], [1], [2]]]
 GROUPS += [[[*range(5)], [*range(5, 11)]], [[*range(MOST_BLOCKS)]]]  # narrower loads

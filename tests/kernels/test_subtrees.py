@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hpczero.kernels.source import MOST_BLOCKS
-from hpczero.kernels.subtrees import Launch, groups_in_order, levels, sum_by_launches
-from hpczero.kernels.tree_sum import tree_sum
+from hpczero.kernels.tree_sum import Launch, groups_in_order, levels, sum_by_launches, tree_sum
 
 NUMEL = 67
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpczero.comm.algorithms.pairwise import steps
 from hpczero.kernels.source import MOST_BLOCKS
-from hpczero.kernels.subtrees import levels
+from hpczero.kernels.tree_sum import levels
 from hpczero.models.config import GPTConfig
 from hpczero.models.presets import PRESETS
 from hpczero.plan.footprint import footprint_of
