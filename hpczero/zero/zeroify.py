@@ -25,7 +25,7 @@ from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.errors import ConfigError, PlanError, explain_exhaustion
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
-from hpczero.memory.heap import give_back_freed_memory, keep_freed_memory
+from hpczero.memory.pages import give_back_freed_memory, keep_freed_memory
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms
 from hpczero.plan import Plan, Stage

@@ -16,7 +16,7 @@ from tests.helpers.mpirun import ROOT, run_ranks
 PROGRAM = ROOT / "tests" / "foreign" / "memory_program.py"
 MIB = 2**20
 # Every large block goes back to the kernel when it is freed, so that what is measured is what is held. By itself the
-# process keeps its heap (hpczero/memory/heap.py), whose holes after loading fill up again while units are gathered:
+# process keeps its heap (hpczero/memory/pages.py), whose holes after loading fill up again while units are gathered:
 # 137 to 152 MB on rank 0 and 71 to 89 MB on the other where 43 and 33 MB are held.
 FREED = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
 WIDE: dict[str, Any] = {
