@@ -1,8 +1,7 @@
 """Accelerators: where tensors live, in which order work is done there, what other processes may see of it."""
 
 from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark, Span
-from hpczero.accelerator.choice import accelerator_of, choose_accelerator
-from hpczero.accelerator.determinism import be_deterministic
+from hpczero.accelerator.choice import accelerator_of, be_deterministic, choose_accelerator
 from hpczero.accelerator.host import HostAccelerator
 
 __all__ = [

@@ -1,9 +1,4 @@
-"""Which device this rank uses, decided before MPI is started.
-
-Owns: the rank's place on its node as the launcher tells it, and the refusal of settings that break shared memory. Must
-not know: MPI. UCX and Open MPI bind to the current device when they start (pytorch#31528), so the device is chosen
-before MPI could be asked.
-"""
+"""Which accelerator a process computes on, and how its results are made repeatable."""
 
 from __future__ import annotations
 
@@ -14,7 +9,31 @@ import torch
 from hpczero.accelerator.base import Accelerator
 from hpczero.accelerator.host import HostAccelerator
 from hpczero.errors import ConfigError
-from hpczero.options.environment import LOCAL_RANK_VARIABLES, Environment
+from hpczero.options.environment import LOCAL_RANK_VARIABLES, Environment, fix_cublas_workspace
+
+
+def be_deterministic() -> None:
+    """Allow only deterministic operations in this process. Not collective; comes before the first call of CUDA.
+
+    Fused attention then takes its ordered backward, and an operation that has no ordered form raises torch's
+    RuntimeError, which names it.
+
+    Raises:
+        ConfigError: CUDA has started already, or CUBLAS_WORKSPACE_CONFIG is set to what has no fixed order.
+
+    Source: torch's notes on reproducibility; issue 20, item 3.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            "deterministic: CUDA has started in this process, and cuBLAS has read its settings; expected to be asked "
+            "before anything is on a device. Call it first, or export CUBLAS_WORKSPACE_CONFIG=:4096:8"
+        )
+    fix_cublas_workspace()
+    torch.use_deterministic_algorithms(True)
+    # It would fill all new memory with NaN, which costs a pass over each. Nothing here reads memory before writing it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False  # by a measurement, which has another outcome every time
+
 
 KINDS = ("auto", "cpu", "cuda")
 
