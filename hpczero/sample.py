@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.run.starting.first_seconds import tell_start_aside
 

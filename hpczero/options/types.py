@@ -1,15 +1,11 @@
-"""Values of options as they are typed: which texts are a number, which numbers and texts can be one of an option.
-
-Owns: the rules that the command line and TOML files share, for any option. Must not know: which options exist. Without
-these rules a number of 5,001 digits, a digit of another script or a path that is no text would fail later, each in its
-own way.
-"""
+"""Types of options, and the checks of their values."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +13,9 @@ from typing import Any, TypeVar
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from hpczero.errors import ConfigError
 from hpczero.files.regular import shown
+from hpczero.options.values import require
 
 MOST = 2**63 - 1
 TEXT_NBYTES = 2**16  # a prompt; less than one argument of a command may have
@@ -182,3 +180,30 @@ def _bool_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None
         is_instance=lambda value: isinstance(value, bool),
         str_from_instance=lambda value: [str(value).lower()],
     )
+
+
+def require_positive(section: str, options: object, *names: str, most: int = MOST) -> None:
+    """Refuse options that are set and below 1."""
+    for name in names:
+        value = getattr(options, name)
+        expected = "at least 1" if value is None or value < 1 else f"at most {most}"
+        require(value is None or 1 <= value <= most, f"{section}.{name}", value, expected)
+
+
+def require_path(option: str, value: str | None) -> None:
+    """Refuse what cannot be the name of a file, or cannot be written into config.toml."""
+    try:
+        if value is not None:
+            checked_path(value).encode()
+    except UnicodeEncodeError:
+        require(False, option, value, "a path in UTF-8")
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
+def require_amount(section: str, options: object, *names: str) -> None:
+    """Refuse options that are below 0 or not finite."""
+    for name in names:
+        value = getattr(options, name)
+        most = MOST if isinstance(value, int) else sys.float_info.max
+        require(0 <= value <= most, f"{section}.{name}", value, "a finite number, 0 or above")

@@ -24,7 +24,7 @@ from hpczero.errors import ConfigError, run
 from hpczero.files.regular import shown
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.models.presets import PRESETS
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.layouts import Place, layout_report
 from hpczero.plan.plan import Plan

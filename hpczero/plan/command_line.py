@@ -9,7 +9,7 @@ import math
 import shlex
 from dataclasses import fields
 
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.plan.peak import Run
 from hpczero.plan.peak_of_part import PartRun
 

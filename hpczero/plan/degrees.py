@@ -13,7 +13,7 @@ from math import gcd
 from hpczero.errors import ConfigError
 from hpczero.job.mesh import Mesh
 from hpczero.models.config import GPTConfig
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 
 
 def mesh_of(options: LayoutOptions, ranks: int, ranks_per_node: int) -> Mesh:

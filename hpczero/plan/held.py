@@ -21,7 +21,7 @@ from fractions import Fraction
 from math import ceil
 
 from hpczero.models.config import GPTConfig
-from hpczero.options.parallel import Schedule
+from hpczero.options.config import Schedule
 from hpczero.plan.sizing import (
     BACKWARD_FACTOR,
     BACKWARD_FFN_FACTOR,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hpczero.models.config import GPTConfig
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from hpczero.plan.precision import DType
 from hpczero.plan.sizing import Machine

@@ -15,7 +15,7 @@ from math import prod
 
 from typing_extensions import override
 
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.plan.footprint import Footprint
 from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.offloaded import OffloadedPlan

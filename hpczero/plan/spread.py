@@ -19,7 +19,7 @@ from math import ceil
 
 from hpczero.job.mesh import DEGREES, SHARD, Mesh
 from hpczero.models.config import GPTConfig
-from hpczero.options.parallel import Schedule
+from hpczero.options.config import Schedule
 from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.held import Held, bubble, forwards_alive
 from hpczero.plan.parts import TIED, Part, part_of_gpt

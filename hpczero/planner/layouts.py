@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from hpczero.errors import ConfigError
 from hpczero.job.mesh import DEGREES
 from hpczero.models.config import GPTConfig
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import check_model, mesh_of
 from hpczero.plan.precision import DType
 from hpczero.plan.spread import Spread

@@ -19,7 +19,7 @@ from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
 from hpczero.errors import ConfigError, StepError
 from hpczero.job.group import Group
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.parallel.tensor import own_tokens
 from hpczero.run.results.metrics import Stopwatch

@@ -13,7 +13,7 @@ import hpczero
 from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.topology import Topology
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import mesh_of
 from hpczero.run.passes import passes_of
 from hpczero.run.results.metrics import Stopwatch

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, parameter_count
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread

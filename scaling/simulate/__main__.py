@@ -18,7 +18,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.models.presets import PRESETS
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from hpczero.plan.spread import Spread

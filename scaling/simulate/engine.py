@@ -30,7 +30,7 @@ from hpczero.comm.devices.access import DirectReach, HostReach
 from hpczero.errors import HpcZeroError
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.parallel.tensor import own_tokens
 from hpczero.parallel.tensor.split import SUMS

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig
-from hpczero.options.parallel import LayoutOptions, Schedule
+from hpczero.options.config import LayoutOptions, Schedule
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from scaling.contenders.workload import SEED, find_model
 

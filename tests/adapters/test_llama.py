@@ -14,7 +14,7 @@ from hpczero.adapters.llama import LlamaAdapter, build
 from hpczero.errors import ConfigError
 from hpczero.models.llama import Llama
 from hpczero.models.llama_config import LlamaConfig
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.run.starting.own_samples import Rows
 from tests.adapters.equal import apart, plain_run, sharded_run
 from tests.adapters.suite import AdapterSuite

@@ -63,7 +63,7 @@ def rows(number: int) -> Any:
 def figures(comm: MPI.Intracomm, adapter: GPTAdapter, **degrees: Any) -> list[float]:
     """Losses and metric in a layout."""
     import hpczero
-    from hpczero.options.parallel import LayoutOptions
+    from hpczero.options.config import LayoutOptions
     from hpczero.plan.degrees import mesh_of
     from tests.adapters.equal import sharded_run
 

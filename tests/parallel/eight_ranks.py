@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from tests.parallel.layouts import (
     MICRO_BATCHES,
     laid_out,

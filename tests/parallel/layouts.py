@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.models.config import GPTConfig
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 
 if TYPE_CHECKING:
     from mpi4py import MPI

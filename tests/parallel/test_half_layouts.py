@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 import hpczero
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from tests.helpers.parallel import parallel_assert
 from tests.parallel.by_hand import StepByHand, steps_by_hand
 from tests.parallel.layouts import (

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from tests.helpers.cases import EVERYTHING
 from tests.helpers.parallel import parallel_assert
 from tests.parallel.layouts import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpczero.errors import StepError
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.plan.precision import Precision
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from tests.helpers.parallel import parallel_assert
 from tests.parallel.layouts import Trained, laid_out, sizes, train_laid_out
 

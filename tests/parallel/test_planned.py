@@ -14,7 +14,7 @@ import hpczero
 from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.models import GPT, GPTConfig
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.parallel import close, cut, gpt_rule, gpt_stages, split
 from hpczero.parallel.tensor.layers import ColumnLinear
 from hpczero.plan.degrees import mesh_of

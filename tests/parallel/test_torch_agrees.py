@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 import hpczero
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from tests.equality.reference import LATER_GRADIENTS
 from tests.helpers.gloo import gloo
 from tests.helpers.parallel import parallel_assert

@@ -12,7 +12,7 @@ LOOP = """
 import sys, time
 import torch
 import hpczero
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import mesh_of
 from tests.parallel.layouts import sizes, train_laid_out
 

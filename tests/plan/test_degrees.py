@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hpczero.errors import ConfigError
 from hpczero.job.mesh import DEGREES, SHARD, Mesh
 from hpczero.models.config import GPTConfig
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import read_run_config
 from hpczero.plan.degrees import check_model, check_on_nodes, mesh_of
 

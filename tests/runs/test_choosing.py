@@ -13,8 +13,7 @@ from hpczero.accelerator import HostAccelerator
 from hpczero.errors import ConfigError
 from hpczero.job.topology import Topology
 from hpczero.models.config import GPTConfig
-from hpczero.options.config import RunConfig, RunOptions, TrainOptions
-from hpczero.options.tiers import OffloadOptions
+from hpczero.options.config import OffloadOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.plan.batch import Batch
 from hpczero.plan.peak import Run
 from hpczero.planner import candidates

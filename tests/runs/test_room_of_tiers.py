@@ -9,8 +9,7 @@ import pytest
 from hpczero.accelerator import HostAccelerator
 from hpczero.job.limits import Room
 from hpczero.models.config import GPTConfig, parameter_shapes
-from hpczero.options.config import ModelOptions, RunConfig
-from hpczero.options.tiers import ActivationOptions, OffloadOptions
+from hpczero.options.config import ActivationOptions, ModelOptions, OffloadOptions, RunConfig
 from hpczero.plan.offload import MIB, Medium, Offload
 from hpczero.plan.peak import Network, Run
 from hpczero.run.starting import choosing

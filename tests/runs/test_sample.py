@@ -13,7 +13,7 @@ import torch
 from hpczero.data import ByteTokenizer
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.models import GPT, GPTConfig, generate
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.run.results.weights import Weights, write_weights
 from hpczero.sample import SampleOptions
 from tests.helpers.mpirun import run_ranks, run_typed

@@ -12,7 +12,7 @@ import hpczero
 from hpczero.comm import Work as WorkOfComm
 from hpczero.errors import HpcZeroError
 from hpczero.models.config import GPTConfig, flops_per_token
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import mesh_of
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread

@@ -13,7 +13,7 @@ from hpczero.adapters.gpt import GPTAdapter
 from hpczero.errors import PlanError, StepError
 from hpczero.models import GPT, GPTConfig
 from hpczero.models.initial import InitialWeights
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.run.starting.dividing import divide
 from hpczero.zero.drawing import GAP, SAMPLE, SPAN
 from tests.helpers.parallel import parallel_assert

@@ -21,7 +21,7 @@ from hpczero.job.launch import start_topology, use_own_cores
 from hpczero.job.parcels import hand_out
 from hpczero.job.topology import Topology
 from hpczero.models import generate
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.parallel.tensor import close
 from hpczero.plan.degrees import check_model, mesh_on_nodes

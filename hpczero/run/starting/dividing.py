@@ -10,7 +10,7 @@ from torch import nn
 
 from hpczero.adapters.base import Adapter
 from hpczero.job.topology import Topology
-from hpczero.options.parallel import LayoutOptions
+from hpczero.options.config import LayoutOptions
 from hpczero.parallel.pipeline.stages import cut
 from hpczero.parallel.tensor import share_sequence, split
 

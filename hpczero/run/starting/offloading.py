@@ -6,8 +6,7 @@ Owns: the translation. Must not know: tiers, torch, MPI.
 from __future__ import annotations
 
 from hpczero.errors import ConfigError
-from hpczero.options.config import RunConfig
-from hpczero.options.tiers import OffloadOptions
+from hpczero.options.config import OffloadOptions, RunConfig
 from hpczero.plan.activations import Activations
 from hpczero.plan.offload import MIB, Offload
 

@@ -11,9 +11,8 @@ import dataclasses
 from hpczero.comm.uneven import carriers_of
 from hpczero.job.topology import Topology
 from hpczero.models import GPTConfig, parameter_shapes
-from hpczero.options.config import RunConfig
+from hpczero.options.config import LayoutOptions, RunConfig
 from hpczero.options.environment import Environment
-from hpczero.options.parallel import LayoutOptions
 from hpczero.plan.batch import Batch
 from hpczero.plan.peak import Network, Run
 from hpczero.plan.peak_of_part import PartRun

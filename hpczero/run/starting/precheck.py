@@ -17,9 +17,8 @@ from hpczero.errors import HpcZeroError
 from hpczero.job import log
 from hpczero.job.mesh import Mesh
 from hpczero.models import GPTConfig
-from hpczero.options.config import DEFAULT_RUN, RunConfig
+from hpczero.options.config import DEFAULT_RUN, LayoutOptions, RunConfig
 from hpczero.options.environment import Environment
-from hpczero.options.parallel import LayoutOptions
 from hpczero.options.values import check_algorithms, parse_nodes
 from hpczero.plan.batch import Batch
 from hpczero.run.results.folder import RunFolder
