@@ -36,8 +36,7 @@ from hpczero.activations.store import Store
 from hpczero.comm.devices.awareness import reach_of
 from hpczero.comm.flat import Flat
 from hpczero.errors import PlanError, TierError
-from hpczero.job.group import Group
-from hpczero.job.unlike import unlike
+from hpczero.job.group import Group, unlike
 from hpczero.plan.activations import Activations
 from hpczero.plan.offload import MIB, Medium
 from hpczero.tier import DiskTier, Flow, HostTier, Tier

@@ -32,8 +32,7 @@ from hpczero.errors import (
     abort_job,
     install_abort_hook,
 )
-from hpczero.job.finalizing import before_finalize
-from hpczero.job.topology import Topology, check_launch
+from hpczero.job.topology import Topology, before_finalize, check_launch
 from hpczero.options.environment import Environment
 
 BACKEND = "hpczero"

@@ -18,8 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpczero.errors import CheckpointError
-from hpczero.job.finalizing import before_finalize
-from hpczero.job.topology import Topology
+from hpczero.job.topology import Topology, before_finalize
 
 logger = logging.getLogger("hpczero.checkpoint")
 

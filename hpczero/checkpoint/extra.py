@@ -34,8 +34,8 @@ from hpczero.checkpoint.disk.json_keys import (
 )
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import parse_json
+from hpczero.job.group import unlike
 from hpczero.job.topology import Topology
-from hpczero.job.unlike import unlike
 from hpczero.zero.units.module_buffers import bytes_of
 
 logger = logging.getLogger("hpczero.checkpoint")

@@ -19,8 +19,8 @@ from mpi4py import MPI
 
 from hpczero.checkpoint.disk.format import NAMED, Table, plain_name
 from hpczero.errors import CheckpointError
+from hpczero.job.group import unlike
 from hpczero.job.topology import Topology
-from hpczero.job.unlike import unlike
 from hpczero.plan.placement import ModelPart, Placement, part_of
 from hpczero.zero.sharding import Sharding
 

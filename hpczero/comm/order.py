@@ -24,9 +24,8 @@ from collections import Counter
 import numpy as np
 
 from hpczero.errors import CommError
-from hpczero.job.collected import is_same_number
-from hpczero.job.group import Group
-from hpczero.job.told import told_all
+from hpczero.job.group import Group, told_all
+from hpczero.job.messages import is_same_number
 
 RECORD_NBYTES = 192
 AGAIN = 16  # comparisons where another call has come than the last time

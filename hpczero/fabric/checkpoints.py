@@ -18,7 +18,7 @@ from hpczero.checkpoint.disk.folder import Folder, is_checkpoint, read_manifest
 from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.disk.lines import step_of
 from hpczero.errors import ConfigError, HpcZeroError
-from hpczero.job.exchange import Exchange
+from hpczero.job.messages import Exchange
 
 KEY = "fabric"  # in ``extra``
 

@@ -22,7 +22,7 @@ from hpczero.accelerator.choice import choose_accelerator
 from hpczero.errors import ConfigError, StepError
 from hpczero.fabric.checkpoints import FabricCheckpoint
 from hpczero.fabric.ranks import MpiRanks
-from hpczero.job.exchange import Exchange
+from hpczero.job.messages import Exchange
 from hpczero.job.topology import Topology
 
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16"}

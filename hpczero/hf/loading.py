@@ -27,9 +27,9 @@ from hpczero.hf.hub import Hub, find
 from hpczero.hf.making import Choice, config_and_class, of_folder
 from hpczero.hf.matching import Matched, match
 from hpczero.hf.weights import FolderWeights
-from hpczero.job.parcels import hand_out
+from hpczero.job.group import unlike
+from hpczero.job.messages import hand_out
 from hpczero.job.topology import Topology
-from hpczero.job.unlike import unlike
 from hpczero.zero.units.module_buffers import persistent_buffers
 
 logger = logging.getLogger("hpczero.hf")

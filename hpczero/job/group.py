@@ -1,29 +1,126 @@
-"""Group: ranks that share something, how they lie on nodes, and small agreements between them.
-
-Owns: the named, duplicated communicators of one group. Must not know: what the ranks share; units, tensors, stages.
-
-With G nodes of L ranks each, rank (node g, local l) has index ``l*G + g`` (rail-major). An all-gather over the rail and
-then over the node is then contiguous and in place.
-"""
+"""Groups of ranks: collectives over numbers and objects, and decisions that all ranks make alike."""
 
 from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from hpczero.errors import CommError
-from hpczero.job.agreed import agreed, spans
+from hpczero import errors
+from hpczero.errors import CommError, HpcZeroError
 from hpczero.job.exact_sum import digits_of, values_of
-from hpczero.job.forwards import Forwards
-from hpczero.job.told import is_job
 from hpczero.job.watchdog import Watchdog
+
+
+class Forwards:
+    """Forwards of this rank. All groups of a topology share the object.
+
+    Attributes:
+        begun: how many; equal on two ranks that have called the same models.
+    """
+
+    def __init__(self) -> None:
+        """Not collective."""
+        self.begun = 0
+
+    def begin(self) -> None:
+        """One begins. Not collective."""
+        self.begun += 1
+
+
+def told_all(error: Exception, comm: MPI.Intracomm) -> None:
+    """Mark ``error``, which every rank of ``comm`` raises. Not collective."""
+    error.agreed = is_job(comm)  # type: ignore[attr-defined]
+    error.raised_by = comm.size  # type: ignore[attr-defined]
+
+
+def is_job(comm: MPI.Intracomm) -> bool:
+    """Whether these are all ranks that were started: an error that all of them raise needs to be told to nobody."""
+    return bool(comm.size == MPI.COMM_WORLD.size)
+
+
+@contextmanager
+def agreed(comm: MPI.Intracomm, watchdog: Watchdog, what: str) -> Iterator[None]:
+    """Run rank-local work inside; if any rank of ``comm`` raises, all of them raise.
+
+    Collective over ``comm``, at the end of the block. The block must not communicate: a rank that fails leaves it
+    early.
+
+    Args:
+        comm: the ranks that agree.
+        watchdog: of the call at the end.
+        what: names the work in the message, e.g. ``"open the token file"``.
+
+    Raises:
+        HpcZeroError: of the class that the first failing rank raised; the message names the ranks that failed. A
+            foreign exception is raised again unchanged on its own rank, and named in the error of every other rank. It
+            goes first where ranks fail differently, because its rank may not be able to go on.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # raised again below, on every rank
+        error = caught
+    except GeneratorExit:
+        raise
+    except BaseException as left:  # this rank does not come to the agreement
+        if comm.size > 1:
+            watchdog.cut_off.note(f"the agreement of all ranks after {what!r}", left)
+        raise
+    is_foreign = not isinstance(error, HpcZeroError)
+    mine = None if error is None else (is_foreign, _told_as(error), errors.words_of(error))
+    with watchdog.collective(f"the agreement of all ranks after {what!r}"):
+        failed = np.array([error is not None], dtype=np.int64)
+        comm.Allreduce(MPI.IN_PLACE, failed, op=MPI.MAX)
+        if not failed[0]:
+            return
+        reports = comm.allgather(mine)
+    failures = [(rank, *entry) for rank, entry in enumerate(reports) if entry is not None]
+    failures = [failure for failure in failures if failure[1]] or failures
+    ranks = [failure[0] for failure in failures]
+    _, foreign, name, text = failures[0]
+    kind = None if foreign else getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, HpcZeroError)):
+        kind = HpcZeroError
+        text = f"{name}: {text}"
+    if error is not None and is_foreign:
+        told_all(error, comm)
+        raise error
+    where = "" if len(ranks) == comm.size else f"on rank(s) {spans(ranks)}, could not {what}: "
+    told = kind(f"{where}{text}")
+    told_all(told, comm)
+    raise told from error
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """``0-3, 7`` for [0, 1, 2, 3, 7]."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)
+
+
+def _told_as(error: Exception) -> str:
+    """Name of the error's class. For one that ``errors`` does not have it is that of its nearest base in ``errors``."""
+    for kind in type(error).__mro__:
+        if issubclass(kind, HpcZeroError) and getattr(errors, kind.__name__, None) is kind:
+            return str(kind.__name__)
+    return type(error).__name__
+
+
+# Group: ranks that share something, how they lie on nodes, and small agreements between them.
+#
+# With G nodes of L ranks each, rank (node g, local l) has index ``l*G + g`` (rail-major). An all-gather over the rail
+# and then over the node is then contiguous and in place.
 
 Nodes = tuple[tuple[int, ...], ...]
 
@@ -291,3 +388,23 @@ def named(comm: MPI.Comm, name: str) -> MPI.Intracomm:
     assert isinstance(comm, MPI.Intracomm), "split from an intracommunicator"
     comm.Set_name(f"hpczero.{name}")
     return comm
+
+
+def unlike(group: Group, mine: Sequence[str], root: int = 0) -> tuple[str, str] | None:
+    """Lines that only this rank has, and lines that only ``root`` has; None if both have the same. Collective.
+
+    Args:
+        group: the ranks that are compared.
+        mine: lines of this rank, in an order that counts.
+        root: rank of the group whose lines are expected.
+
+    Returns:
+        Two texts, each with ``; `` between its lines, or ``nothing``.
+    """
+    text = group.broadcast_text("\n".join(mine), root)
+    expected = text.split("\n") if text else []
+    if list(mine) == expected:
+        return None
+    more = "; ".join(line for line in mine if line not in expected)
+    less = "; ".join(line for line in expected if line not in mine)
+    return more or "nothing", less or "nothing"

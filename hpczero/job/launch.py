@@ -1,14 +1,13 @@
-"""From a started process to a rank that knows its place. Every collective command begins with this.
-
-Owns: fake nodes, whether ranks lie where SLURM was asked to put them, and the cores a rank computes on. Must not know:
-models, data, options of a command.
-"""
+"""How the ranks of a job were started, and what SLURM says of it."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import socket
+import subprocess
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,10 +18,51 @@ from hpczero.accelerator import Accelerator
 from hpczero.errors import TopologyError
 from hpczero.job import log
 from hpczero.job.mesh import Mesh
-from hpczero.job.slurm import tasks_per_node
 from hpczero.job.topology import Topology
 from hpczero.options.environment import Environment
 from hpczero.options.values import parse_nodes
+
+ASK_LIMIT_S = 15.0
+
+
+def seconds_of(text: str) -> float | None:
+    """Seconds of squeue's ``[days-][[hours:]minutes:]seconds``; infinite for UNLIMITED, None for anything else."""
+    if text.strip() == "UNLIMITED":
+        return math.inf
+    match = re.fullmatch(
+        r"(?:([0-9]{1,9})-)?(?:(?:([0-9]{1,9}):)?([0-9]{1,9}):)?([0-9]{1,9})", text.strip()
+    )
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def tasks_per_node(text: str) -> tuple[int, ...] | None:
+    """Tasks of each node, from SLURM's form ``16(x25)`` or ``2(x3),1``; None for anything else."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part.strip())
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def ask_time_left(job: str) -> float | None:
+    """Seconds until the time limit of ``job`` by squeue; infinite if it has none, None if SLURM does not answer."""
+    try:
+        asked = subprocess.run(
+            ["squeue", "--noheader", "--job", job, "--format", "%L"],
+            capture_output=True,
+            text=True,
+            timeout=ASK_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):  # not there, as in many containers; or busy
+        return None
+    return seconds_of(asked.stdout) if asked.returncode == 0 else None
+
 
 # Node number of each rank -> the degrees of the job.
 MeshOf = Callable[[Sequence[int]], Mesh]

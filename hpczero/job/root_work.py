@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpczero.errors import StoppedEarly
+from hpczero.job.group import told_all
 from hpczero.job.long_work import LOOK_S, LongWork, Moment, Progress
-from hpczero.job.told import told_all
 from hpczero.job.topology import Topology
 
 if TYPE_CHECKING:

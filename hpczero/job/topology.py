@@ -1,13 +1,9 @@
-"""Topology: the groups of ranks in one job.
-
-Owns: the groups of a job and the node map that they are made from. Must not know: units, tensors, stages. A topology is
-an argument, never a global: several live in one process, also over parts of MPI's world (issue 17, seam S1).
-"""
+"""The ranks of a job: world, nodes, data-parallel ranks and replicas."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -16,15 +12,23 @@ from mpi4py import MPI
 
 from hpczero import errors
 from hpczero.errors import TopologyError
-from hpczero.job.agreed import spans
-from hpczero.job.finalizing import before_finalize
-from hpczero.job.forwards import Forwards
-from hpczero.job.group import Group, named
+from hpczero.job.group import Forwards, Group, is_job, named, spans
 from hpczero.job.mesh import DATA, DATA_SEQUENCE, DEGREES, MODEL, SHARD, Mesh
-from hpczero.job.roll_call import RollCall
-from hpczero.job.told import is_job
-from hpczero.job.watchdog import Watchdog, stop_all
+from hpczero.job.watchdog import RollCall, Watchdog, stop_all
 from hpczero.options.environment import Environment, misspelt
+
+_before: list[Callable[[], None]] = []
+
+
+def before_finalize(call: Callable[[], None]) -> None:
+    """Have ``call`` called once, as MPI ends, while messages still move. Not collective.
+
+    What was asked for last comes first. HDF5 ends in the same way: whoever writes by it asks once it is loaded.
+    """
+    if call not in _before:
+        _before.append(call)
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: call()), True)
+
 
 logger = logging.getLogger("hpczero.launch")
 

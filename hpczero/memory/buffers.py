@@ -42,7 +42,7 @@ class Memory:
         self.current: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self._lock = threading.Lock()  # what runs in the background takes memory too
-        # Whether what is held stays held for good; a transport says (job/cut_off.py).
+        # Whether what is held stays held for good; a transport says (job/watchdog.py).
         self.stays: Callable[[], bool] = bool
 
     def add(self, category: str, nbytes: int) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import ConfigError, StepError, TierError
-from hpczero.job.parcels import hand_out
-from hpczero.job.told import told_all
+from hpczero.job.group import told_all
+from hpczero.job.messages import hand_out
 from hpczero.zero.calls.backward import next_node_number
 from hpczero.zero.modifiers import check_copies, root_of
 from hpczero.zero.overlaps import overlaps

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from hpczero.comm import Collectives
 from hpczero.errors import PlanError
-from hpczero.job.parcels import hand_out
+from hpczero.job.group import unlike
+from hpczero.job.messages import hand_out
 from hpczero.job.topology import Topology
-from hpczero.job.unlike import unlike
 from hpczero.kernels.bits import sum_of_bits
 from hpczero.plan.layout import Slot
 from hpczero.plan.placement import ModelPart, Placement

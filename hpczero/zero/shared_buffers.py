@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
+from hpczero.job.group import unlike
 from hpczero.job.mesh import DATA_SEQUENCE
 from hpczero.job.topology import Topology
-from hpczero.job.unlike import unlike
 from hpczero.zero.units.module_buffers import (
     bytes_of,
     modules_of,

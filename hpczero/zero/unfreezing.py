@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from hpczero.errors import HpcZeroError, StepError
-from hpczero.job.unlike import unlike
+from hpczero.job.group import unlike
 from hpczero.plan.placement import part_of
 from hpczero.zero.refusals import check_embeddings
 from hpczero.zero.units.guard import own_gradient

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import PlanError
-from hpczero.job.parcels import bring
+from hpczero.job.messages import bring
 from hpczero.plan.placement import ModelPart, Placement, part_of
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.module_buffers import bytes_of, persistent_buffers

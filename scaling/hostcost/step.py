@@ -32,8 +32,7 @@ from hpczero.comm.between import rails
 from hpczero.comm.between.rails import Rails
 from hpczero.comm.devices.access import DirectReach
 from hpczero.comm.inside.level import NodeLevel, Parts
-from hpczero.job.forwards import Forwards
-from hpczero.job.group import Group
+from hpczero.job.group import Forwards, Group
 from hpczero.job.watchdog import Watchdog
 from hpczero.memory.buffers import DTYPES, Use
 from hpczero.models.config import parameter_shapes

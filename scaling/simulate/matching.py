@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import zip_longest
 
 from hpczero.errors import HpcZeroError
-from hpczero.job.agreed import spans
+from hpczero.job.group import spans
 from scaling.simulate.programs import Call, Program, Receive, Send
 
 Members = tuple[str, tuple[int, ...]]

@@ -15,8 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from typing_extensions import override
 
-from hpczero.job.forwards import Forwards
-from hpczero.job.group import Group
+from hpczero.job.group import Forwards, Group
 from hpczero.job.mesh import DATA, DATA_SEQUENCE, DEGREES, MODEL, SHARD
 from hpczero.job.topology import Topology
 from hpczero.job.watchdog import Watchdog

@@ -7,8 +7,7 @@ import textwrap
 import pytest
 
 from hpczero.errors import CommError
-from hpczero.job.cut_off import CutOff
-from hpczero.job.watchdog import Watchdog
+from hpczero.job.watchdog import CutOff, Watchdog
 from tests.helpers.mpirun import Finished, run_alone, run_ranks
 
 # What a signal handler of the program's raises on rank 1 between two messages of a collective.
@@ -252,7 +251,7 @@ import os, signal, time
 from mpi4py import MPI
 import numpy as np
 import hpczero
-from hpczero.job.exchange import Exchange
+from hpczero.job.messages import Exchange
 from tests.helpers.pace import pace
 
 class TimeUp(Exception):

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from hpczero import Topology
-from hpczero.job.collected import is_same_number
+from hpczero.job.messages import is_same_number
 from tests.helpers.parallel import parallel_assert
 
 pytestmark = pytest.mark.mpi

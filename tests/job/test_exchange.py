@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hpczero.errors import CommError
-from hpczero.job import collected
-from hpczero.job.exchange import Exchange
+from hpczero.job import messages
+from hpczero.job.messages import Exchange
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
 
@@ -71,7 +71,7 @@ def test_ranks_in_different_calls_are_named(comm: MPI.Intracomm, topology: Topol
         comm,
         CommError,
         "rank 1 is about to save, and rank 0 to evaluate a batch",
-        lambda: collected.same_call(topology.world, what),
+        lambda: messages.same_call(topology.world, what),
     )
 
 
@@ -91,7 +91,7 @@ def test_tensors_that_cannot_be_joined_are_named(comm: MPI.Intracomm, topology: 
 def test_large_arrays_go_in_pieces(
     comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collected, "CHUNK_NBYTES", 10)
-    found = collected.arrays(topology.world, np.full(7 + comm.rank, comm.rank), "gather")
+    monkeypatch.setattr(messages, "CHUNK_NBYTES", 10)
+    found = messages.arrays(topology.world, np.full(7 + comm.rank, comm.rank), "gather")
     same = [np.array_equal(each, np.full(7 + rank, rank)) for rank, each in enumerate(found)]
     parallel_assert(comm, all(same), str(found))

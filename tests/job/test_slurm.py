@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError, TopologyError
-from hpczero.job.launch import check_placement
-from hpczero.job.slurm import ask_time_left, seconds_of, tasks_per_node
+from hpczero.job.launch import ask_time_left, check_placement, seconds_of, tasks_per_node
 from hpczero.job.topology import check_launch
 from hpczero.options.environment import Environment
 from hpczero.run.stopping.deadline import Deadline

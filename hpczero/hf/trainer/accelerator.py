@@ -25,7 +25,7 @@ from hpczero.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
-    from hpczero.job.exchange import Exchange
+    from hpczero.job.messages import Exchange
 
 
 class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hpczero
-from hpczero.job.exchange import Exchange
+from hpczero.job.messages import Exchange
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from hpczero.errors import ConfigError, DataError
 from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
-from hpczero.job.exchange import Exchange
+from hpczero.job.group import unlike
+from hpczero.job.messages import Exchange
 from hpczero.job.topology import Topology
-from hpczero.job.unlike import unlike
 
 
 def check_topology(topology: Topology, args: HpczeroTrainingArguments) -> None:

@@ -25,7 +25,7 @@ from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.places import CHECKPOINTS, GIVE, what_is_there
 from hpczero.checkpoint.reading import find, load_one
 from hpczero.errors import CheckpointMismatch, ConfigError
-from hpczero.job.exchange import Exchange
+from hpczero.job.messages import Exchange
 
 KEY = "trainer"  # in ``extra``
 STATE_FILE = "trainer_state.json"  # transformers' name for it

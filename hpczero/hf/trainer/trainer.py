@@ -88,7 +88,7 @@ class HpczeroTrainer(LossesOfOne):
         """
         # These start MPI, which comes after the device.
         from hpczero.hf.trainer.agreement import check_equal, check_topology
-        from hpczero.job.exchange import Exchange
+        from hpczero.job.messages import Exchange
 
         if args is None:
             args = HpczeroTrainingArguments("tmp_trainer")

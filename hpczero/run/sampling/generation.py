@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.launch import start_topology, use_own_cores
-from hpczero.job.parcels import hand_out
+from hpczero.job.messages import hand_out
 from hpczero.job.topology import Topology
 from hpczero.models import generate
 from hpczero.options.config import LayoutOptions

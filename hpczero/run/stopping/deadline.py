@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from hpczero.errors import ConfigError
 from hpczero.job import log
-from hpczero.job.slurm import ask_time_left
+from hpczero.job.launch import ask_time_left
 from hpczero.options.environment import Environment
 
 SAVES, STEPS = 3.0, 2.0  # what must fit: a slow file system takes thrice as long, a step twice

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError, TierError
+from hpczero.job.group import unlike
 from hpczero.job.topology import Topology
-from hpczero.job.unlike import unlike
 from hpczero.kernels.norm import numbers_of
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.units.unit import Unit
