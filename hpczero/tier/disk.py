@@ -27,8 +27,7 @@ from hpczero.errors import ConfigError, TierError
 from hpczero.files.direct import PAGE, filesystem_of, make_direct
 from hpczero.files.durable import remove_old
 from hpczero.memory.pages import host_pages
-from hpczero.tier.staged import CALL_NBYTES, LANES, StagedTier
-from hpczero.tier.staging import Staging
+from hpczero.tier.staged import CALL_NBYTES, LANES, StagedTier, Staging
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
 NAMED = re.compile(r"hpczero-tier-.+-\d+-[0-9a-f]{16}")

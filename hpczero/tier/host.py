@@ -1,23 +1,90 @@
-"""The host tier: shards rest in memory of the host, and are copied to the device and back.
-
-Owns: that memory. Must not know: files, places. On a machine without a device the copies are made all the same, which
-is how tests see them.
-"""
+"""Tiers in memory: on the device, and on the host, staged or in place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.errors import TierError
 from hpczero.files.direct import PAGE
-from hpczero.memory.pages import device_pages, host_pages
-from hpczero.tier.staged import StagedTier
-from hpczero.tier.staging import Staging
+from hpczero.memory.pages import device_pages, host_pages, padded
+from hpczero.tier.base import Fetch, Staged, Tier
+from hpczero.tier.lanes import Place, Record, Transfer
+from hpczero.tier.staged import StagedTier, Staging
+
+
+class _Here(Fetch):
+    def __init__(self, name: str, staged: Staged) -> None:
+        self.name = name
+        self._staged = staged
+
+    @override
+    def wait(self) -> Staged:
+        return self._staged
+
+
+class DeviceTier(Tier):
+    """Resident memory of the device: ``fetch`` gives the memory itself, ``evict`` moves nothing."""
+
+    resident = True
+
+    def __init__(self, accelerator: Accelerator | None = None) -> None:
+        """On the device of ``accelerator``; None: on the host."""
+        super().__init__()
+        self._accelerator = accelerator or HostAccelerator()
+        self._memory: dict[Place, Tensor] = {}
+
+    @override
+    def describe(self) -> str:
+        return f"resident on {self._accelerator.device}"
+
+    @property
+    @override
+    def staging_nbytes(self) -> int:
+        return 0
+
+    @override
+    def _reserve(self, record: Record) -> Place:
+        place = Place(record, 0, PAGE)
+        try:
+            self._memory[place] = device_pages(place.end, PAGE, self._accelerator)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise TierError(
+                f"device tier: {place.end:,} bytes for {record.name!r} do not fit on "
+                f"{self._accelerator.device}: {error}"
+            ) from error
+        return place
+
+    @override
+    def _release_room(self, place: Place) -> None:
+        del self._memory[place]
+
+    @override
+    def _fetch(self, place: Place, read: Mapping[str, int], fresh: Mapping[str, int]) -> Fetch:
+        memory = self._memory[place]
+        parts = {
+            part: memory[begin : begin + nbytes]
+            for part, nbytes in place.record.parts.items()
+            for begin in (place.offsets[part],)
+            if part in read or part in fresh
+        }
+        return _Here(f"fetch of {place.record.name!r}", Staged(place, parts))
+
+    @override
+    def _evict(self, staged: Staged, written: Mapping[str, int]) -> Transfer:
+        staged.surrender()
+        return Transfer(f"evict of {staged.place.record.name!r}")
+
+    @override
+    def _close(self) -> None:
+        self._memory.clear()
+
 
 # Torch rounds each piece of pinned memory up to a power of two: with the page that alignment may take, this is one.
 SLAB_NBYTES = 32 * 2**20 - PAGE
@@ -95,3 +162,155 @@ class HostTier(StagedTier):
             count = min(SLAB_NBYTES - at, memory.numel() - done)
             yield self._slabs[index][at : at + count], memory[done : done + count]
             done += count
+
+
+# The host tier whose records the host computes on where they rest.
+#
+#     opening = tier.open(place, ["values"], fresh=["state"])   # behind what was started before; nothing moves
+#     parts = opening.wait()                                    # the resting memory itself
+#     tier.evict(parts, ["values", "state"])                    # ends the work; copies that were started since go on
+#
+# [Note: Work in place]
+# From ``open`` on, copies of that place wait until the work has ended, as if it were a write: a gradient that comes
+# down meanwhile does not overwrite the one that is being read. Work begins when all copies that were started before it
+# have ended. It waits for no copy that comes later, so nobody waits in a circle.
+
+RECORDS = 8  # of a slab at least, so that its end, where none fits any more, is little
+
+
+class InPlace(Staged):
+    """Parts of a record where they rest; see [Note: Work in place]."""
+
+    in_place = True
+
+    def __init__(self, place: Place, parts: dict[str, Tensor], work: Transfer) -> None:
+        """``work``: ends with ``end``."""
+        super().__init__(place, parts)
+        self._work, self._ended = work, False
+
+    def end(self) -> Transfer:
+        """The work has ended, and copies of this place go on; any thread, twice is harmless."""
+        if not self._ended:
+            self._ended = True
+            self._work.run(_nothing, _nothing)
+        return self._work
+
+
+def _nothing() -> None:
+    return
+
+
+class Opening(Fetch):
+    """Work on a record that begins when earlier copies have ended."""
+
+    def __init__(
+        self, name: str, staged: InPlace, earlier: set[Transfer], reads: set[Transfer]
+    ) -> None:
+        """``earlier``: copies to it that must have succeeded; ``reads``: copies from it."""
+        self.name = name
+        self._staged, self._earlier, self._reads = staged, earlier, reads
+
+    @override
+    def wait(self) -> InPlace:
+        for copy in self._earlier | self._reads:
+            copy.settle()
+        try:
+            for copy in self._earlier:
+                copy.check()
+        except TierError:
+            self._staged.end()
+            raise
+        return self._staged
+
+    def end(self) -> None:
+        """As of ``InPlace``; also where it was never waited for."""
+        self._staged.end()
+
+
+class InPlaceTier(HostTier):
+    """As of any host tier; besides, records can be opened."""
+
+    def __init__(
+        self, *, blocks: int, block_nbytes: int, accelerator: Accelerator | None = None
+    ) -> None:
+        """As of ``HostTier``."""
+        super().__init__(blocks=blocks, block_nbytes=block_nbytes, accelerator=accelerator)
+        self._begins: list[int] = []  # of each slab
+        self._capacity = 0
+
+    @override
+    def describe(self) -> str:
+        return f"{super().describe()}; the host steps on it there"
+
+    def open(self, place: Place, parts: Iterable[str], *, fresh: Iterable[str] = ()) -> Opening:
+        """Work on ``parts`` where they rest, once it is waited for; what is waited for is evicted.
+
+        Args:
+            place: of this tier.
+            parts: with content.
+            fresh: parts beside them whose content is undefined.
+
+        Raises:
+            TierError: a part was never evicted, or was taken fresh since.
+        """
+        what = f"opening of {place.record.name!r}"
+        self._check_place(place, what)
+        known, new = place.sizes(parts), place.sizes(fresh)
+        if lost := [part for part in known if part not in place.known]:
+            raise TierError(
+                f"{what}: {lost} have no content: they were never evicted, or were taken fresh and not evicted since"
+            )
+        place.known -= new.keys()
+        sizes = place.sizes([*known, *new])
+        earlier = {place.writes[part] for part in sizes if part in place.writes}
+        work = Transfer(what, 1)
+        place.writes.update(dict.fromkeys(sizes, work))
+        memory = {part: self._at(place.offsets[part], nbytes) for part, nbytes in sizes.items()}
+        return Opening(what, InPlace(place, memory, work), earlier, set(place.reads))
+
+    @override
+    def _reserve(self, record: Record) -> Place:
+        nbytes = sum(padded(part, PAGE) for part in record.parts.values())
+        begin, _ = self._room.find(nbytes, self._end)
+        if begin + nbytes > self._capacity:
+            # A page that no slab has lies between two of them: no free stretch goes from one to the next.
+            self._end = self._capacity + PAGE
+        return super()._reserve(record)
+
+    @override
+    def _make_room(self, begin: int, end: int) -> None:
+        if end <= self._capacity:
+            return
+        # Torch rounds each piece of pinned memory up to a power of two: with the page of alignment, this is one.
+        nbytes = max(SLAB_NBYTES, (1 << (RECORDS * (end - begin)).bit_length()) - PAGE)
+        try:
+            slab = host_pages(nbytes, PAGE, self._accelerator)
+        except MemoryError as error:
+            raise TierError(
+                f"host tier: got a request for {nbytes:,} bytes beyond {begin:,}, and the host has no more ({error}); "
+                "let less rest there, use fewer ranks on this node, or let it rest on disk"
+            ) from error
+        self._begins.append(begin)
+        self._slabs.append(slab)
+        self._capacity = begin + nbytes
+
+    @override
+    def _evict(self, staged: Staged, written: Mapping[str, int]) -> Transfer:
+        if not isinstance(staged, InPlace):
+            return super()._evict(staged, written)
+        staged.surrender()
+        return staged.end()
+
+    @override
+    def _cut(self, memory: Tensor, offset: int) -> Iterator[tuple[Tensor, Tensor]]:
+        yield self._at(offset, memory.numel()), memory
+
+    def _at(self, offset: int, nbytes: int) -> Tensor:
+        """(nbytes,) uint8 of one record; a record lies in one slab."""
+        if not nbytes:
+            return torch.empty(
+                0, dtype=torch.uint8, device="cpu"
+            )  # it may lie where no slab begins
+        slab = bisect_right(self._begins, offset) - 1
+        begin = offset - self._begins[slab]
+        return self._slabs[slab][begin : begin + nbytes]

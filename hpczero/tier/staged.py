@@ -8,20 +8,185 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.accelerator import Accelerator
-from hpczero.errors import ConfigError, TierError
+from hpczero.accelerator import Accelerator, Mark
+from hpczero.errors import ConfigError, OutOfMemory, TierError
 from hpczero.memory.pages import padded
 from hpczero.tier.base import Fetch, Staged, Tier
-from hpczero.tier.lanes import Lanes, Transfer
-from hpczero.tier.record import Place, Record
-from hpczero.tier.room import FreeRoom
-from hpczero.tier.staging import Block, Staging
+from hpczero.tier.lanes import MOST_PARTS, Lanes, Place, Record, Transfer
+
+# Room of a tier that was given back: which of it the next record gets.
+#
+# The first stretch that is long enough is taken, the lowest first. What is kept in the order in which it is needed, and
+# given back in the other, as activations are, leaves no gaps.
+
+
+@dataclass(order=True)
+class _Stretch:
+    begin: int
+    end: int
+    before: frozenset[Transfer] = field(compare=False)
+
+
+class FreeRoom:
+    """Stretches of a flat space that nobody uses, none beside another."""
+
+    def __init__(self) -> None:
+        self._stretches: list[_Stretch] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return sum(each.end - each.begin for each in self._stretches)
+
+    def find(self, nbytes: int, end: int) -> tuple[int, frozenset[Transfer]]:
+        """Where ``nbytes`` may lie, and what has to end there before something is written; takes nothing.
+
+        Args:
+            nbytes: how much.
+            end: of the space. What lies beyond it is made when it is needed.
+        """
+        if not nbytes:
+            return end, frozenset()
+        for each in self._stretches:
+            if each.end - each.begin >= nbytes or each.end == end:
+                return each.begin, frozenset(t for t in each.before if not t.has_ended)
+        return end, frozenset()
+
+    def take(self, begin: int, end: int) -> None:
+        """``begin`` to ``end`` is used, as ``find`` has given it."""
+        for index, each in enumerate(self._stretches):
+            if each.begin == begin < end:
+                each.begin = min(end, each.end)
+                if each.begin == each.end:
+                    del self._stretches[index]
+                return
+
+    def put(self, begin: int, end: int, before: Iterable[Transfer]) -> None:
+        """``begin`` to ``end`` is free, once ``before`` have ended."""
+        if begin == end:
+            return
+        insort(self._stretches, _Stretch(begin, end, frozenset(before)))
+        joined: list[_Stretch] = []
+        for each in self._stretches:
+            if joined and joined[-1].end == each.begin:
+                joined[-1] = _Stretch(joined[-1].begin, each.end, joined[-1].before | each.before)
+            else:
+                joined.append(each)
+        self._stretches = joined
+
+
+# Staging: all memory that passes through a tier, as equal blocks that are made once.
+#
+# Constant buffers, and no fragmentation: C_B and M_D of Rajbhandari et al., ZeRO, SC20, sec. 6. One thread at a time.
+
+
+class Block:
+    """One block.
+
+    Attributes:
+        memory: (capacity,) uint8, aligned.
+        holder: who has it, for messages.
+        read_until: what the device has started with its bytes; whoever writes to it waits for that first.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.holder = ""
+        self.read_until: Mark | None = None
+
+    def when_free(self) -> None:
+        """Return when the device no longer works with what lay here before."""
+        if self.read_until is not None:
+            self.read_until.wait()
+
+
+class Staging:
+    """A fixed count of equal blocks."""
+
+    def __init__(
+        self,
+        count: int,
+        block_nbytes: int,
+        *,
+        alignment: int,
+        memory: Callable[[int, int], Tensor],
+    ) -> None:
+        """Make all blocks.
+
+        Args:
+            count: blocks.
+            block_nbytes: bytes of parts that fit into one; the ends of their pages come on top.
+            alignment: of every part, bytes, a power of two.
+            memory: makes (nbytes,) uint8 for all of them, from bytes and alignment.
+
+        Raises:
+            ConfigError: no block, or empty ones.
+            OutOfMemory: they do not fit.
+        """
+        if count < 1 or block_nbytes < 1:
+            raise ConfigError(
+                f"staging: got {count} blocks of {block_nbytes:,} bytes, expected at least 1 of each"
+            )
+        self.alignment = alignment
+        self.block_nbytes = block_nbytes
+        capacity = padded(block_nbytes, alignment) + MOST_PARTS * alignment
+        try:
+            whole = memory(count * capacity, alignment)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise OutOfMemory(
+                f"staging: {count} blocks of {capacity:,} bytes do not fit ({error}); take fewer or smaller ones"
+            ) from error
+        self.nbytes = count * capacity
+        self._blocks = [Block(part) for part in torch.split(whole, capacity)]
+        self._free = list(self._blocks)
+        self._writing: deque[tuple[Block, Transfer]] = deque()
+
+    def take(self, nbytes: int, holder: str) -> Block:
+        """A block for ``nbytes`` bytes of parts, content undefined; waits for the oldest write if none is free.
+
+        Raises:
+            TierError: a block is smaller; or all are held and none is being written, so that waiting would never end.
+        """
+        if nbytes > self.block_nbytes:
+            raise TierError(
+                f"{holder}: got {nbytes:,} bytes to stage at once, and a block of staging has {self.block_nbytes:,}; "
+                "stage fewer parts at a time, cut the record into smaller ones, or make larger blocks"
+            )
+        if not self._free:
+            if not self._writing:
+                raise TierError(
+                    f"{holder}: all {len(self._blocks)} blocks of staging are held ("
+                    f"{'; '.join(block.holder for block in self._blocks)}) and none is on its way out; evict one "
+                    "first, or make more blocks"
+                )
+            block, transfer = self._writing.popleft()
+            transfer.settle()  # an error is told to whoever waits for it
+            self._free.append(block)
+        block = self._free.pop()
+        block.holder = holder
+        return block
+
+    def give_back(self, block: Block, *, read_until: Mark | None = None) -> None:
+        """The block is free, as soon as ``read_until`` has passed."""
+        block.read_until = read_until
+        self._free.append(block)
+
+    def give_back_after(self, block: Block, transfer: Transfer) -> None:
+        """The block is free when it is written."""
+        block.read_until = None
+        block.holder = transfer.name
+        self._writing.append((block, transfer))
+
 
 CALL_NBYTES = 4 * 2**20  # of one call to the medium
 LANES = 4

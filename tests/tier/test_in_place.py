@@ -10,7 +10,7 @@ import torch
 
 from hpczero.errors import TierError
 from hpczero.tier import InPlaceTier, Place, Record
-from hpczero.tier import in_place as module
+from hpczero.tier import host as module
 from tests.helpers import late
 from tests.helpers.late import LateAccelerator
 from tests.tier.suite import PART, TierSuite, content, get, put

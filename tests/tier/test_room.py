@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpczero.tier.lanes import Transfer
-from hpczero.tier.room import FreeRoom
+from hpczero.tier.staged import FreeRoom
 
 
 def reserve(room: FreeRoom, nbytes: int, end: int) -> tuple[int, int, frozenset[Transfer]]:

@@ -19,7 +19,7 @@ from hpczero.accelerator import HostAccelerator
 from hpczero.errors import TierError
 from hpczero.memory.pages import host_pages
 from hpczero.tier import StagedTier, Staging
-from hpczero.tier.staging import Block
+from hpczero.tier.staged import Block
 
 PAGE = 4096
 SPOILED = 0xA5

@@ -19,7 +19,7 @@ from hpczero import Offload
 from hpczero.errors import PlanError, StepError, TierError
 from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.tier import InPlaceTier
-from hpczero.tier.in_place import Opening
+from hpczero.tier.host import Opening
 from hpczero.zero.units import near
 from tests.checkpoint.programs import state_digests
 from tests.helpers import late

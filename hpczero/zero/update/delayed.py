@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from hpczero.accelerator import Mark
 from hpczero.errors import StepError, TierError
-from hpczero.tier.in_place import InPlace, Opening
+from hpczero.tier.host import InPlace, Opening
 from hpczero.zero.units.away import AwayGradient, AwayRest
 from hpczero.zero.units.near import SentNear
 from hpczero.zero.update.host_update import HostUpdate, ready
