@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpczero.activations.rests import Rest, changed, version_of
 from hpczero.errors import PlanError
-from hpczero.plan.activations import LEAST_NBYTES
+from hpczero.plan.offload import LEAST_NBYTES
 
 
 def agreed_moving(

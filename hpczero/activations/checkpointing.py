@@ -37,8 +37,7 @@ from hpczero.comm.devices.awareness import reach_of
 from hpczero.comm.flat import Flat
 from hpczero.errors import PlanError, TierError
 from hpczero.job.group import Group, unlike
-from hpczero.plan.activations import Activations
-from hpczero.plan.offload import MIB, Medium
+from hpczero.plan.offload import MIB, Activations, Medium
 from hpczero.tier import DiskTier, Flow, HostTier, Tier
 from hpczero.zero.calls.untraced import untraced
 from hpczero.zero.sharding import KEY

@@ -33,7 +33,7 @@ from typing_extensions import override
 from hpczero.activations.form import Form
 from hpczero.activations.rests import INPUTS, Kept, Rest, changed, version_of
 from hpczero.errors import TierError
-from hpczero.plan.activations import SPARE
+from hpczero.plan.offload import SPARE
 from hpczero.tier import Fetch, Place, Record, Tier
 
 PART = "block input"

@@ -29,7 +29,7 @@ from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Memory
 from hpczero.options.values import Transport, check_algorithms
-from hpczero.plan.transports import fastest_transport
+from hpczero.plan.footprint import fastest_transport
 
 logger = logging.getLogger("hpczero.comm")
 

@@ -29,8 +29,7 @@ from hpczero.comm.inside.pieces import Pieces
 from hpczero.errors import TopologyError
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Use
-from hpczero.plan.carriers import Carriers
-from hpczero.plan.footprint import Footprint
+from hpczero.plan.footprint import Carriers, Footprint
 
 
 class Uneven(Hierarchical):

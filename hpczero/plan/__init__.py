@@ -3,10 +3,10 @@
 import importlib
 from typing import Any
 
+from hpczero.plan.layout import UnitSpec
 from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.plan import Plan, Stage
 from hpczero.plan.traffic import TrafficPlan
-from hpczero.plan.unit_spec import UnitSpec
 
 __all__ = ["MemoryPlan", "Plan", "Stage", "TrafficPlan", "UnitSpec"]
 

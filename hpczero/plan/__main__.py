@@ -26,12 +26,12 @@ from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.models.presets import PRESETS
 from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
+from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.plan.layouts import Place, layout_report
+from hpczero.plan.memory import STATE_BYTES
 from hpczero.plan.plan import Plan
 from hpczero.plan.precision import Precision
 from hpczero.plan.sizing import Fit, Machine, blockwise_plan, fit
-from hpczero.plan.states import STATE_BYTES
-from hpczero.plan.transports import Named, fastest_transport
 from hpczero.predict.answer import (
     Report,
     as_json,

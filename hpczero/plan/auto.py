@@ -22,8 +22,8 @@ import tyro
 from hpczero.errors import EXIT_FAILURE, ConfigError
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.options.reading import parse_command_line
+from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.peak import Network, Run
-from hpczero.plan.transports import fastest_transport
 from hpczero.planner.candidates import Freedom
 from hpczero.planner.choice import Choice, Foretold
 from hpczero.planner.foretell import balance_on, foretell_on

@@ -9,10 +9,17 @@ MPI, torch, dtypes, modules. Unit views, checkpoints, memory prediction and resh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
+
+from hpczero.errors import ConfigError, PlanError
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 # Shards start on cache-line and NIC-friendly boundaries: 64 elements are 256 bytes in fp32, 128 in bf16.
 DEFAULT_ALIGN = 64
@@ -121,3 +128,133 @@ class ShardLayout:
         mine = self.shard_range(rank)
         start = max(mine.start - slot.offset, 0)
         return range(start, max(min(mine.stop - slot.offset, slot.numel), start))
+
+
+# Codec: in which form frozen matrices rest and travel, and how many bytes that takes.
+#
+#     a shard of n elements, n a multiple of 64:   [ codes, n * bits / 8 bytes | scales, n / 64 of fp32 ]
+#
+# Shards begin at multiples of 64 elements of their unit, so a block is the same for every number of ranks.
+#
+# Source: Dettmers et al., QLoRA, NeurIPS 2023, sec. 3; 8-bit Optimizers via Block-wise Quantization, ICLR 2022, sec.
+# 2.1.
+
+BITS = {"int8": 8, "nf4": 4}
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One form.
+
+    Attributes:
+        name: ``int8``: 255 even levels; ``nf4``: the 16 levels of QLoRA's NormalFloat.
+        block: elements that share a scale.
+    """
+
+    name: str
+    block: int = DEFAULT_ALIGN
+
+    @classmethod
+    def of(cls, name: str | Codec | None) -> Codec | None:
+        """By its name; None stays None.
+
+        Raises:
+            ConfigError: there is no such form.
+        """
+        if name is None or isinstance(name, Codec):
+            return name
+        if name not in BITS:
+            raise ConfigError(f"quantize: got {name!r}, expected {', '.join(BITS)} or None")
+        return cls(name)
+
+    @property
+    def bits(self) -> int:
+        """Of one code."""
+        return BITS[self.name]
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of ``numel`` elements, a multiple of the block: 1.0625 each in int8, 0.5625 in nf4."""
+        return numel * self.bits // 8 + numel // self.block * FP32_BYTES
+
+    def words(self, numel: int) -> int:
+        """The same in words of 4 bytes."""
+        return self.nbytes(numel) // FP32_BYTES
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One communicated group of parameters.
+
+    Attributes:
+        name: the first module's name, or ``root`` for what belongs to no other unit. `` (frozen)`` marks a frozen part.
+        modules: names of the modules whose calls need the parameters; ``""`` is the model itself.
+        layout: parameters (qualified names) in registration order, divided over the shard group.
+        groups: optimizer group of each slot; -1 for frozen parameters.
+        trainable: whether gradients, masters and optimizer state exist.
+        uncounted: slots that another rank counts in norms, because it holds the same (``Placement.counted``).
+        partial: slots of whose gradients every tensor rank has a part of the sum (``Placement.partial``).
+        kept: slots that every tensor rank holds whole, where the model is a part of one.
+        codec: form in which the values rest and travel, if that is not their own.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    layout: ShardLayout
+    groups: tuple[int, ...]
+    trainable: bool
+    uncounted: tuple[int, ...] = ()
+    partial: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    codec: Codec | None = None
+
+    @property
+    def rest_nbytes(self) -> int | None:
+        """Bytes of a shard in the form of ``codec``; None without one."""
+        return None if self.codec is None else self.codec.nbytes(self.layout.shard_numel)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether the unit lives from the start of the model's forward to its end."""
+        return self.modules == ("",)
+
+
+def owners(model: nn.Module, rule: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Unit of each parameter, by the parameter's first qualified name. A unit is given by its modules' names."""
+    unit_of_module: dict[str, tuple[str, ...]] = {}
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    for modules in rule:
+        for module in modules:
+            if module not in known or module == "":
+                raise PlanError(
+                    f"unit rule names module {module!r}, which is not a submodule of the model; "
+                    "use names as listed by model.named_modules()"
+                )
+            if module in unit_of_module:
+                raise PlanError(
+                    f"unit rule lists module {module!r} twice; each module is in one unit"
+                )
+            unit_of_module[module] = modules
+
+    def unit_of(parameter_name: str) -> tuple[str, ...]:
+        path = parameter_name.split(".")[:-1]
+        found = [
+            unit_of_module[".".join(path[:depth])]
+            for depth in range(1, len(path) + 1)
+            if ".".join(path[:depth]) in unit_of_module
+        ]
+        if len(found) > 1:
+            raise PlanError(
+                f"unit rule nests units: {parameter_name!r} lies in {found[0][0]!r} and "
+                f"{found[1][0]!r}; list the inner or the outer module, not both"
+            )
+        return found[0] if found else ("",)
+
+    users: dict[int, set[tuple[str, ...]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), set()).add(unit_of(name))
+    owner = {}
+    for name, parameter in model.named_parameters():
+        units = users[id(parameter)]
+        owner[name] = next(iter(units)) if len(units) == 1 else ("",)
+    return owner

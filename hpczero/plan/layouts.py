@@ -12,10 +12,10 @@ from typing import Protocol
 from hpczero.models.config import GPTConfig
 from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
+from hpczero.plan.footprint import Named
 from hpczero.plan.precision import DType
 from hpczero.plan.sizing import Machine
 from hpczero.plan.spread import Spread
-from hpczero.plan.transports import Named
 from hpczero.predict.layout import predict_layout
 from hpczero.predict.layout_answer import LayoutReport, Row
 from hpczero.predict.machine import Machine as Described
@@ -46,7 +46,7 @@ class Sizes(Protocol):
 
     @property
     def optimizer(self) -> str:
-        """Name of ``hpczero.plan.states.STATE_BYTES``."""
+        """Name of ``hpczero.plan.memory.STATE_BYTES``."""
 
     @property
     def micro_batch(self) -> int:

@@ -12,19 +12,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, PlanError
-from hpczero.plan.codec import Codec
 from hpczero.plan.footprint import FP32_BYTES as FP32_BYTES
 from hpczero.plan.footprint import Footprint, places_in_turn, pulled_nbytes, replicas_nbytes
-from hpczero.plan.layout import ShardLayout
-from hpczero.plan.membership import owners
-from hpczero.plan.memory import MemoryPlan
+from hpczero.plan.layout import Codec, ShardLayout, UnitSpec, owners
+from hpczero.plan.memory import ADAM_STATE_BYTES, MemoryPlan, StateBytes, UnitPeak, largest_together
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import Precision
 from hpczero.plan.rounds import exchange_chunk, rail_chunk
-from hpczero.plan.states import ADAM_STATE_BYTES, StateBytes
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
-from hpczero.plan.unit_peak import UnitPeak, largest_together
-from hpczero.plan.unit_spec import UnitSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -178,7 +173,7 @@ class Plan:
 
         Args:
             optimizer_bytes: state per element: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD; of what is not one
-                number, as codes in 8 bits, from ``hpczero.plan.states``.
+                number, as codes in 8 bits, from ``hpczero.plan.memory``.
             footprint: of the transport (``Collectives.footprint``). None means that ranks share nothing.
             apart: whether some mean gradients rest elsewhere, so that nothing is summed in place.
 

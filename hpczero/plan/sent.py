@@ -21,8 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpczero.job.mesh import SHARD
+from hpczero.plan.degrees import Span
 from hpczero.plan.plan import FP32_BYTES, Plan
-from hpczero.plan.spans import Span
 from hpczero.plan.spread import Spread
 
 SUMS = 4  # all-reduces of a block and micro-batch: two in forward, two in backward

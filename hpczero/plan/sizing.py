@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from hpczero.plan.activations import EVERYTHING_KEPT, Activations
-from hpczero.plan.footprint import Footprint, footprint_of
-from hpczero.plan.layout import ShardLayout
-from hpczero.plan.memory import MemoryPlan
+from hpczero.plan.footprint import Footprint, Named, footprint_of
+from hpczero.plan.layout import ShardLayout, UnitSpec
+from hpczero.plan.memory import ADAM_STATE_BYTES, MemoryPlan, StateBytes
+from hpczero.plan.offload import EVERYTHING_KEPT, Activations
 from hpczero.plan.plan import FP32_BYTES, Plan, Stage
 from hpczero.plan.precision import Precision
-from hpczero.plan.states import ADAM_STATE_BYTES, StateBytes
 from hpczero.plan.traffic import TrafficPlan
-from hpczero.plan.transports import Named
-from hpczero.plan.unit_spec import UnitSpec
 
 HALF_BYTES = 2
 # fp32 master, momentum and variance of mixed-precision Adam (ZeRO paper, sec. 3.1).

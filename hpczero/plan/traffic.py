@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hpczero.plan.codec import Codec
 from hpczero.plan.footprint import Footprint
-from hpczero.plan.layout import ShardLayout
+from hpczero.plan.layout import Codec, ShardLayout
 from hpczero.plan.rounds import gather_messages, gather_round, rail_chunk, rail_messages
 
 FP32_BYTES = 4

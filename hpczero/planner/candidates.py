@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from hpczero.errors import PlanError
-from hpczero.plan.activations import Activations
-from hpczero.plan.offload import NOTHING_AWAY, Medium, Offload
+from hpczero.plan.offload import NOTHING_AWAY, Activations, Medium, Offload
 from hpczero.plan.peak import Run
 from hpczero.plan.plan import Stage
 

@@ -14,8 +14,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from hpczero.plan.offload import NOTHING_AWAY
+from hpczero.plan.offloaded import least_fraction, short_fraction, units_away
 from hpczero.plan.peak import Run
-from hpczero.plan.splitting import least_fraction, short_fraction, units_away
 
 
 def worth_a_part(runs: Iterable[Run], fits: Callable[[Run], bool]) -> list[Run]:

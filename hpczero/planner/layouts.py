@@ -18,9 +18,9 @@ from hpczero.job.mesh import DEGREES
 from hpczero.models.config import GPTConfig
 from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import check_model, mesh_of
+from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.precision import DType
 from hpczero.plan.spread import Spread
-from hpczero.plan.transports import fastest_transport
 from hpczero.predict.layout import LayoutPrediction, predict_layout
 from hpczero.predict.machine import Machine
 

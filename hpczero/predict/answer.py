@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpczero.models.config import GPTConfig
+from hpczero.plan.memory import STATE_TITLES
 from hpczero.plan.sizing import Fit, Machine, fewest_ranks
-from hpczero.plan.states import STATE_TITLES
 from hpczero.predict.model import Prediction
 
 

@@ -3,12 +3,12 @@
 Owns: the two sides of an update on a machine. Must not know: how a tier works, how a part becomes units. Where a host
 beside a device is not known, whoever computes takes the whole update.
 
-Source: Ren et al., ZeRO-Offload, ATC21, sec. 4; `hpczero.plan.splitting`.
+Source: Ren et al., ZeRO-Offload, ATC21, sec. 4; `hpczero.plan.offloaded`.
 """
 
 from __future__ import annotations
 
-from hpczero.plan.splitting import Sides
+from hpczero.plan.offloaded import Sides
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Kernels, Machine
 

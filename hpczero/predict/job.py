@@ -11,9 +11,8 @@ from typing import Literal
 
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, parameter_shapes
-from hpczero.plan.activations import EVERYTHING_KEPT, Activations
 from hpczero.plan.footprint import Footprint
-from hpczero.plan.offload import NOTHING_AWAY, Offload
+from hpczero.plan.offload import EVERYTHING_KEPT, NOTHING_AWAY, Activations, Offload
 from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.plan.plan import Plan
 from hpczero.plan.precision import DType, Precision

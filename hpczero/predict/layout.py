@@ -29,12 +29,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hpczero.models.config import flops_per_token
+from hpczero.plan.degrees import Span
 from hpczero.plan.footprint import Footprint
+from hpczero.plan.layout import UnitSpec
 from hpczero.plan.plan import FP32_BYTES, Plan
 from hpczero.plan.sent import EXCHANGES, SUMS
-from hpczero.plan.spans import Span
 from hpczero.plan.spread import Spread
-from hpczero.plan.unit_spec import UnitSpec
 from hpczero.predict.host_step import update_s as seconds_of_update
 from hpczero.predict.job import Job, Pass
 from hpczero.predict.machine import Kernels, Machine

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from hpczero.job.mesh import DEGREES
 from hpczero.models.config import parameter_count
+from hpczero.plan.degrees import rank_map
+from hpczero.plan.memory import STATE_TITLES
 from hpczero.plan.sent import Sent, Wire, sent_by
-from hpczero.plan.spans import rank_map
 from hpczero.plan.spread import Shares, Spread
-from hpczero.plan.states import STATE_TITLES
 from hpczero.predict.answer import gigabytes
 from hpczero.predict.layout import LayoutPrediction
 

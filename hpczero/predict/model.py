@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpczero.models.config import flops_per_token
-from hpczero.plan.unit_spec import UnitSpec
+from hpczero.plan.layout import UnitSpec
 from hpczero.predict.host_step import update_s as seconds_of_update
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Kernels

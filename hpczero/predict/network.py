@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hpczero.plan.layout import UnitSpec
 from hpczero.plan.rounds import exchange_chunk
-from hpczero.plan.unit_spec import UnitSpec
 from hpczero.predict.job import Job
 from hpczero.predict.rails import NOTHING, Cost, Rails, launches, sums_cost
 

@@ -14,8 +14,7 @@ from hpczero.errors import PlanError
 from hpczero.memory.buffers import CPU, DTYPES
 from hpczero.plan import Plan
 from hpczero.plan.offload import Offload
-from hpczero.plan.offloaded import OffloadedPlan
-from hpczero.plan.windows import ITEM, windows_of
+from hpczero.plan.offloaded import ITEM, OffloadedPlan, windows_of
 from hpczero.tier import DiskTier, HostTier, InPlaceTier, Tier
 from hpczero.zero.units.away_shard import GRADIENT, VALUES, Away, AwayShard, Store
 from hpczero.zero.units.mirrored import MirroredShard

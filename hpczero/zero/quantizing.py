@@ -8,7 +8,7 @@ from __future__ import annotations
 from hpczero.errors import PlanError
 from hpczero.job.topology import Topology
 from hpczero.plan import Stage
-from hpczero.plan.codec import Codec
+from hpczero.plan.layout import Codec
 
 
 def codec_of(

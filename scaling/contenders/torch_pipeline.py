@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from hpczero.models.gpt import GPT
-from hpczero.plan.parts import blocks_of
+from hpczero.plan.spread import blocks_of
 from scaling.contenders import base
 from scaling.contenders.workload import SEED, Workload
 

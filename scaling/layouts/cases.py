@@ -15,9 +15,9 @@ from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, parameter_count
 from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
+from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread
-from hpczero.plan.transports import fastest_transport
 from hpczero.predict.layout import LayoutPrediction, predict_layout
 from hpczero.predict.machine import Machine
 from hpczero.probe.measured import Measured

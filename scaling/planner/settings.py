@@ -18,9 +18,9 @@ from hpczero.activations import Checkpointing
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.topology import Topology
 from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.peak import Network, Run
-from hpczero.plan.transports import fastest_transport
 from hpczero.run.passes import PlainPasses
 from hpczero.run.step import TrainingStep
 

@@ -25,7 +25,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
-from hpczero.plan.transports import Named, fastest_transport
+from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, largest_micro_batch, predict

@@ -21,8 +21,8 @@ from hpczero.models.presets import PRESETS
 from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
+from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.spread import Spread
-from hpczero.plan.transports import fastest_transport
 from hpczero.predict.machine import Machine, load_machine
 from scaling.evidence.record import Recorder, Row, circumstances, path_of
 from scaling.simulate.report import text

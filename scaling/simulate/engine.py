@@ -34,9 +34,9 @@ from hpczero.options.config import LayoutOptions
 from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.parallel.tensor import own_tokens
 from hpczero.parallel.tensor.split import SUMS
+from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.plan.precision import Precision
 from hpczero.plan.spread import Spread
-from hpczero.plan.transports import Named, fastest_transport
 from hpczero.predict.machine import Kernels, Machine, Roofline
 from hpczero.run.passes import Passes, PipelinePasses, PlainPasses
 from hpczero.run.starting.dividing import divide

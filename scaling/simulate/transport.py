@@ -25,7 +25,7 @@ from hpczero.comm.inside.level import NodeLevel, Parts
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Memory, Use
-from hpczero.plan.transports import Named
+from hpczero.plan.footprint import Named
 from scaling.simulate.messages import name_of
 from scaling.simulate.recorder import Recorder
 from scaling.simulate.standin import StandIn

@@ -15,7 +15,7 @@ import torch
 from hpczero.accelerator import HostAccelerator
 from hpczero.checkpoint import held as module
 from hpczero.checkpoint.held import HeldPieces, Piece, StateHome
-from hpczero.plan.windows import cut
+from hpczero.plan.offloaded import cut
 from hpczero.tier import HostTier
 from hpczero.zero.units.away_shard import AwayShard, Store
 

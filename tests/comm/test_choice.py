@@ -17,8 +17,7 @@ from hpczero.comm.inside import segment
 from hpczero.comm.uneven import carriers_of
 from hpczero.errors import CommError, ConfigError, TopologyError
 from hpczero.memory.buffers import Use
-from hpczero.plan.footprint import footprint_of
-from hpczero.plan.transports import Named
+from hpczero.plan.footprint import Named, footprint_of
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, adamw, raises_on_all, zeroified

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hpczero import finetune
 from hpczero.kernels.blockwise import decode, encode
-from hpczero.plan.codec import Codec
+from hpczero.plan.layout import Codec
 from tests.equality.reference import tree_sum
 from tests.helpers.small_models import tiny_gpt, tiny_tokens
 

@@ -14,7 +14,7 @@ import hpczero
 from hpczero.errors import ConfigError, PlanError
 from hpczero.memory.buffers import Buffer
 from hpczero.plan import Plan
-from hpczero.plan.codec import Codec
+from hpczero.plan.layout import Codec
 from hpczero.plan.rules import default_rule
 from hpczero.zero.units.encoded import EncodedParameters
 from tests.checkpoint.programs import first_ranks

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hpczero.kernels.blockwise import NF4, decode, encode
-from hpczero.plan.codec import Codec
+from hpczero.plan.layout import Codec
 
 BLOCK = 64
 CODECS = pytest.mark.parametrize("codec", [Codec("int8"), Codec("nf4")], ids=lambda c: c.name)

@@ -14,7 +14,7 @@ import hpczero
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.optim import AdamW8bit
 from hpczero.optim.blocks import Signed, Unsigned
-from hpczero.plan.states import STATE_BYTES
+from hpczero.plan.memory import STATE_BYTES
 from hpczero.zero.update.coded import CodedState
 from tests.checkpoint.programs import first_ranks, state_digests
 from tests.helpers.parallel import parallel_assert

@@ -13,8 +13,8 @@ import torch
 from hpczero.activations import Checkpointing, keep_products
 from hpczero.errors import PlanError
 from hpczero.models import GPT, PRESETS, GPTConfig, parameter_shapes
-from hpczero.plan.activations import Activations
 from hpczero.plan.alternatives import alternatives
+from hpczero.plan.offload import Activations
 from hpczero.plan.peak import Network, Run
 from hpczero.plan.sizing import activation_nbytes
 from tests.plan.test_sizing import peak_nbytes

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hpczero.plan.carriers import Carriers
+from hpczero.plan.footprint import Carriers
 
 NODES = (
     ((0, 1, 2), (3,)),

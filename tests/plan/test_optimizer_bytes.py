@@ -11,7 +11,7 @@ import torch
 
 from hpczero.models.config import GPTConfig
 from hpczero.plan.__main__ import Options, build_report
-from hpczero.plan.states import STATE_BYTES
+from hpczero.plan.memory import STATE_BYTES
 from hpczero.predict.answer import as_json
 from tests.helpers.parallel import parallel_assert
 

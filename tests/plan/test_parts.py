@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpczero.models import GPT, GPTConfig, parameter_count
-from hpczero.plan.parts import TIED, blocks_of, part_of_gpt
+from hpczero.plan.spread import TIED, blocks_of, part_of_gpt
 
 SIZES = {"vocab_size": 13, "context": 6, "layers": 5, "hidden": 30, "heads": 5}
 

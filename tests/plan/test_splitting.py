@@ -13,8 +13,8 @@ from hpczero import Offload
 from hpczero.errors import PlanError
 from hpczero.models import GPT, GPTConfig
 from hpczero.plan import Plan, Stage
-from hpczero.plan.offloaded import OffloadedPlan
-from hpczero.plan.splitting import (
+from hpczero.plan.offloaded import (
+    OffloadedPlan,
     Sides,
     UnitTimes,
     cuts,

@@ -9,8 +9,7 @@ import pytest
 
 from hpczero.errors import PlanError
 from hpczero.plan import Stage
-from hpczero.plan.activations import Activations
-from hpczero.plan.offload import Offload
+from hpczero.plan.offload import Activations, Offload
 
 COUNTS = ["32MB", 32e6, True, np.int64(2**15), None]
 

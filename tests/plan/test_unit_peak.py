@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.plan.unit_peak import UnitPeak, largest_together
+from hpczero.plan.memory import UnitPeak, largest_together
 
 SIZES = st.integers(0, 9)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpczero.plan.layout import ShardLayout
-from hpczero.plan.windows import ALIGN, cut, runs_of_groups, windows_of
+from hpczero.plan.offloaded import ALIGN, cut, runs_of_groups, windows_of
 
 sizes = st.lists(st.integers(0, 700), min_size=1, max_size=6)
 

@@ -14,9 +14,8 @@ from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.options.reading import read_run_config
 from hpczero.plan.footprint import footprint_of
 from hpczero.plan.offload import MIB, Offload
-from hpczero.plan.offloaded import OffloadedPlan
+from hpczero.plan.offloaded import OffloadedPlan, cuts, units_away
 from hpczero.plan.peak import Network, Run
-from hpczero.plan.splitting import cuts, units_away
 from hpczero.planner.candidates import Freedom, candidates
 from hpczero.planner.choice import Choice, Foretold, kind_of
 from hpczero.planner.foretell import balance_on, foretell_on

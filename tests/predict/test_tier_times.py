@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from hpczero.models.config import GPTConfig
-from hpczero.plan.activations import Activations
-from hpczero.plan.offload import Offload
-from hpczero.plan.splitting import cuts
+from hpczero.plan.offload import Activations, Offload
+from hpczero.plan.offloaded import cuts
 from hpczero.predict.host_step import balance_of, sides_of
 from hpczero.predict.job import Job
 from hpczero.predict.machine import load_machine

@@ -14,9 +14,9 @@ from hpczero.errors import HpcZeroError
 from hpczero.models.config import GPTConfig, flops_per_token
 from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import mesh_of
+from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread
-from hpczero.plan.transports import fastest_transport
 from hpczero.predict.machine import load_machine
 from scaling.simulate.engine import Recorded, Subject, record
 from scaling.simulate.links import Network

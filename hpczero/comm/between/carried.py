@@ -30,7 +30,7 @@ from hpczero.comm.devices.line import Line
 from hpczero.comm.inside.level import Parts
 from hpczero.errors import ConfigError
 from hpczero.memory.buffers import Memory, Scratch
-from hpczero.plan.carriers import Carriers, Piece
+from hpczero.plan.footprint import Carriers, Piece
 from hpczero.plan.rounds import gather_round, rail_chunk, rail_turns
 
 # Divisions that are remembered: a few for each pair of a node and a size of shard.

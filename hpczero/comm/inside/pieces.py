@@ -21,7 +21,7 @@ from hpczero.comm.devices.access import Reach
 from hpczero.comm.devices.line import Line
 from hpczero.comm.inside.level import NodeLevel, Parts
 from hpczero.memory.buffers import Memory, Scratch
-from hpczero.plan.carriers import Carriers
+from hpczero.plan.footprint import Carriers
 from hpczero.plan.rounds import EXCHANGE_BYTES
 
 

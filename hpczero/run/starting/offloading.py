@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from hpczero.errors import ConfigError
 from hpczero.options.config import OffloadOptions, RunConfig
-from hpczero.plan.activations import Activations
-from hpczero.plan.offload import MIB, Offload
+from hpczero.plan.offload import MIB, Activations, Offload
 
 
 def offload_of(options: OffloadOptions) -> Offload:

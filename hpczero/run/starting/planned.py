@@ -14,11 +14,10 @@ from hpczero.models import GPTConfig, parameter_shapes
 from hpczero.options.config import LayoutOptions, RunConfig
 from hpczero.options.environment import Environment
 from hpczero.plan.batch import Batch
-from hpczero.plan.peak import Network, Run
-from hpczero.plan.peak_of_part import PartRun
+from hpczero.plan.footprint import fastest_transport
+from hpczero.plan.peak import Network, PartRun, Run
 from hpczero.plan.plan import Stage
 from hpczero.plan.spread import Spread
-from hpczero.plan.transports import fastest_transport
 from hpczero.run.starting.offloading import activations_of, offload_of
 
 

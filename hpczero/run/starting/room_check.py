@@ -22,10 +22,8 @@ from hpczero.errors import ConfigError, OutOfMemory, is_out_of_memory
 from hpczero.job.limits import Room, Usage, rooms, usage
 from hpczero.job.topology import Topology
 from hpczero.models import PRESETS, parameter_count, parameter_shapes
-from hpczero.plan.alternatives import alternatives, on_these_ranks
-from hpczero.plan.command_line import command_line
-from hpczero.plan.peak import Network, Run
-from hpczero.plan.peak_of_part import PartRun
+from hpczero.plan.alternatives import alternatives, command_line, on_these_ranks
+from hpczero.plan.peak import Network, PartRun, Run
 
 logger = logging.getLogger("hpczero.room")
 

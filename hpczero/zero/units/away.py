@@ -15,7 +15,7 @@ from torch import Tensor
 from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import squares
 from hpczero.memory.buffers import Memory
-from hpczero.plan.windows import ITEM
+from hpczero.plan.offloaded import ITEM
 from hpczero.tier import Staged
 from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard, floats
 from hpczero.zero.units.near import Near

@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.errors import TierError
-from hpczero.plan.windows import ITEM
+from hpczero.plan.offloaded import ITEM
 from hpczero.tier import Fetch, Place, Record, Staged, Tier
 from hpczero.zero.units.near import Ascent
 

@@ -27,7 +27,7 @@ from hpczero.comm.collectives import Collectives
 from hpczero.kernels.blockwise import decode, encode
 from hpczero.memory.buffers import Use, lasting
 from hpczero.plan import Stage, UnitSpec
-from hpczero.plan.codec import Codec
+from hpczero.plan.layout import Codec
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.rest import same_place
 from hpczero.zero.units.whole import UnitState, WholeParameters
