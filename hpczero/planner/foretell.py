@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from hpczero.models.config import GPTConfig
 from hpczero.plan.peak import Run
-from hpczero.predict.host_step import balance_of
-from hpczero.predict.job import Job
+from hpczero.predict.job import Job, balance_of
 from hpczero.predict.machine import Kernels, Machine, Roofline
 from hpczero.predict.model import Prediction, predict
 

@@ -13,8 +13,8 @@ More assumptions:
   with equal stages the bubble ``(p - 1) / (v m)``;
 - under a pipeline units are gathered before the first forward and reduced in the last backward of each stage, and one
   micro-batch hides what it can of that;
-- replicas sum each unit as the transport between nodes does (`hpczero.predict.rails`); other messages that leave a node
-  cost the host one message each, and inside a node the latency holds what they cost;
+- replicas sum each unit as the transport between nodes does (`hpczero.predict.network`); other messages that leave a
+  node cost the host one message each, and inside a node the latency holds what they cost;
 - each tensor rank sends the whole output of its stage to the next, with sequence parallelism its part.
 
 Without these degrees the forecast is that of `hpczero.predict.model.predict`.
@@ -35,12 +35,11 @@ from hpczero.plan.layout import UnitSpec
 from hpczero.plan.plan import FP32_BYTES, Plan
 from hpczero.plan.sent import EXCHANGES, SUMS
 from hpczero.plan.spread import Spread
-from hpczero.predict.host_step import update_s as seconds_of_update
 from hpczero.predict.job import Job, Pass
+from hpczero.predict.job import update_s as seconds_of_update
 from hpczero.predict.machine import Kernels, Machine
 from hpczero.predict.model import block_s, head_s, owned_numel
-from hpczero.predict.network import Exchanged, Network
-from hpczero.predict.rails import NOTHING, Cost, Rails
+from hpczero.predict.network import NOTHING, Cost, Exchanged, Network, Rails
 
 
 @dataclass(frozen=True)

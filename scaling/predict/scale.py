@@ -20,8 +20,7 @@ from hpczero.planner.layouts import FoundLayout, describe_layout, search_layouts
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, predict
-from hpczero.predict.network import Network
-from hpczero.predict.rails import Cost, Rails
+from hpczero.predict.network import Cost, Network, Rails
 from scaling.evidence.table import table
 
 MODEL = "gpt-60b"

@@ -20,8 +20,7 @@ from hpczero.plan.rounds import IN_FLIGHT, gather_messages, rail_messages
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.predict.model import predict
-from hpczero.predict.network import Network
-from hpczero.predict.rails import NOTHING, Rails, launches
+from hpczero.predict.network import NOTHING, Network, Rails, launches
 from scaling.evidence.record import ROOT
 
 H100 = load_machine("dgx-h100")

@@ -10,11 +10,9 @@ import pytest
 from hpczero.models.config import GPTConfig
 from hpczero.plan.offload import Activations, Offload
 from hpczero.plan.offloaded import cuts
-from hpczero.predict.host_step import balance_of, sides_of
-from hpczero.predict.job import Job
+from hpczero.predict.job import Job, balance_of, sides_of
 from hpczero.predict.machine import load_machine
-from hpczero.predict.model import predict
-from hpczero.predict.tiers import moved_of
+from hpczero.predict.model import moved_of, predict
 
 MODEL = GPTConfig(vocab_size=512, context=64, layers=6, hidden=128, heads=2)
 SLOW = 1e6  # bytes per second: nothing hides it
