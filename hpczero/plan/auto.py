@@ -24,11 +24,9 @@ from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.peak import Network, Run
-from hpczero.planner.candidates import Freedom
-from hpczero.planner.choice import Choice, Foretold
-from hpczero.planner.foretell import balance_on, foretell_on
+from hpczero.planner.choice import Choice, Foretold, Freedom
 from hpczero.planner.layouts import describe_layout, options_of_layout, search_layouts
-from hpczero.planner.search import search
+from hpczero.planner.search import balance_on, foretell_on, search
 from hpczero.planner.words import describe, lines, options_of
 from hpczero.predict.machine import load_machine
 

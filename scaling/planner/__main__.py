@@ -202,9 +202,8 @@ def _choice(topology: Topology, setting: Setting, asked: Run, folder: Path) -> C
     import torch
 
     from hpczero.accelerator import HostAccelerator
-    from hpczero.planner.candidates import Freedom, candidates
-    from hpczero.planner.foretell import foretell_on
-    from hpczero.planner.search import search
+    from hpczero.planner.choice import Freedom, candidates
+    from hpczero.planner.search import foretell_on, search
     from hpczero.probe.job import probe_job
     from hpczero.probe.machine import machine_of
 

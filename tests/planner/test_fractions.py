@@ -16,11 +16,8 @@ from hpczero.plan.footprint import footprint_of
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.offloaded import OffloadedPlan, cuts, units_away
 from hpczero.plan.peak import Network, Run
-from hpczero.planner.candidates import Freedom, candidates
-from hpczero.planner.choice import Choice, Foretold, kind_of
-from hpczero.planner.foretell import balance_on, foretell_on
-from hpczero.planner.fractions import least_units, sizes_of
-from hpczero.planner.search import search
+from hpczero.planner.choice import Choice, Foretold, Freedom, candidates, kind_of
+from hpczero.planner.search import balance_on, foretell_on, least_units, search, sizes_of
 from hpczero.planner.words import describe, lines, options_of
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.run.starting.offloading import activations_of, offload_of

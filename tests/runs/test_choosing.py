@@ -16,7 +16,7 @@ from hpczero.models.config import GPTConfig
 from hpczero.options.config import OffloadOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.plan.batch import Batch
 from hpczero.plan.peak import Run
-from hpczero.planner import candidates
+from hpczero.planner import choice
 from hpczero.probe import kernels, tiers
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting import choosing
@@ -72,7 +72,7 @@ def test_a_part_of_the_units_and_inputs_elsewhere_are_applied_and_taken_over(
         return run.checkpointing and run.kept.away and away >= most
 
     limited(monkeypatch, fits)
-    monkeypatch.setattr(candidates, "_saves", lambda run: True)  # whose inputs are a page
+    monkeypatch.setattr(choice, "_saves", lambda run: True)  # whose inputs are a page
     found = chosen(topology, folder)
     offload = found.config.offload
     assert (offload.fraction < 1, found.config.activations.rest) == (True, "disk")

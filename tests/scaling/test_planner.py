@@ -12,9 +12,8 @@ import pytest
 from hpczero.models.config import parameter_shapes
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.peak import Network, Run
-from hpczero.planner.candidates import Freedom, candidates
-from hpczero.planner.foretell import foretell_on
-from hpczero.planner.search import search
+from hpczero.planner.choice import Freedom, candidates
+from hpczero.planner.search import foretell_on, search
 from hpczero.predict.machine import load_machine
 from scaling.evidence.record import Row, unfinished
 from scaling.planner import __main__ as planner

@@ -29,10 +29,8 @@ from hpczero.plan.batch import Batch
 from hpczero.plan.offload import Medium
 from hpczero.plan.peak import Run
 from hpczero.plan.precision import Precision
-from hpczero.planner.candidates import Freedom
-from hpczero.planner.choice import Choice, Foretold
-from hpczero.planner.foretell import balance_on, foretell_on
-from hpczero.planner.search import search
+from hpczero.planner.choice import Choice, Foretold, Freedom
+from hpczero.planner.search import balance_on, foretell_on, search
 from hpczero.planner.words import lines
 from hpczero.predict.machine import Machine
 from hpczero.probe.job import probe_job
