@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from hpczero.errors import run
-from hpczero.probe.measured import Measured
+from hpczero.probe.machine import Measured
 
 
 def main() -> int:
     """As ``python -m scaling.contenders.rank``, and answers ``probe`` too."""
-    from hpczero.probe.kernels import measure_kernels
+    from hpczero.probe.job import measure_kernels
     from scaling.contenders.rank import Rank
     from scaling.contenders.rank import main as answer
 

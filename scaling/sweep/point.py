@@ -115,7 +115,7 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
     import hpczero
     from hpczero.models import flops_per_token
     from hpczero.models.config import parameter_count
-    from hpczero.probe.kernels import measure_kernels as probe
+    from hpczero.probe.job import measure_kernels as probe
     from scaling.contenders.rank import load_libraries
     from scaling.evidence.clock import placement
     from scaling.evidence.cpu import machine_seconds

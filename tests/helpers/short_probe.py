@@ -12,7 +12,7 @@ from tests.helpers.mpirun import ROOT
 # ``-c`` and this go in front of ``-m module arguments...``; a probe has thirty pieces of work, of 0.12 s each.
 SHORT_PROBE = """
 import runpy, sys
-from hpczero.probe import kernels
+from hpczero.probe import job as kernels
 kernels.TURN_S = 1e-3
 sys.argv = sys.argv[2:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

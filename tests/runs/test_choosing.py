@@ -17,7 +17,7 @@ from hpczero.options.config import OffloadOptions, RunConfig, RunOptions, TrainO
 from hpczero.plan.batch import Batch
 from hpczero.plan.peak import Run
 from hpczero.planner import choice
-from hpczero.probe import kernels, tiers
+from hpczero.probe import job, tiers
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting import choosing
 from tests.helpers.small_models import raises_on_all
@@ -30,7 +30,7 @@ MODEL = GPTConfig(vocab_size=64, context=16, layers=2, hidden=32, heads=2)
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here depends on how exact a probe is."""
-    monkeypatch.setattr(kernels, "TURN_S", 0.001)
+    monkeypatch.setattr(job, "TURN_S", 0.001)
     monkeypatch.setattr(tiers, "SECONDS", 0.01)
 
 
