@@ -1,13 +1,12 @@
 """Collectives: transports, which move flat buffers between ranks. `collectives` has their contract."""
 
-from hpczero.comm.accounts import CommStats
+from hpczero.comm.calls import CommStats, Work
 from hpczero.comm.choice import check_transport_name, choose
 from hpczero.comm.collectives import Collectives
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical
 from hpczero.comm.hybrid import Hybrid
 from hpczero.comm.uneven import Uneven
-from hpczero.comm.work import Work
 
 __all__ = [
     "Collectives",

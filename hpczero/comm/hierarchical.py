@@ -23,27 +23,104 @@ from mpi4py import MPI
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.comm.algorithms.blocks import CHUNK_BYTES
+from hpczero.comm.algorithms.base import CHUNK_BYTES
 from hpczero.comm.background import Background
-from hpczero.comm.between.level import BetweenLevel
-from hpczero.comm.between.rails import Rails
+from hpczero.comm.between.rails import BetweenLevel, Rails
 from hpczero.comm.between.selection import DEFAULT, Selection
-from hpczero.comm.collectives import Collectives, shard_group
+from hpczero.comm.calls import Work
+from hpczero.comm.collectives import Collectives, SecondaryCopy, shard_group
 from hpczero.comm.devices.access import Reach
 from hpczero.comm.inside.level import Messages, NodeLevel, Parts
 from hpczero.comm.inside.peers import Ipc
 from hpczero.comm.inside.places import IN_TURN
 from hpczero.comm.inside.window import Window
-from hpczero.comm.lending import Lending, LentBuffer
-from hpczero.comm.secondary import SecondaryCopy
-from hpczero.comm.work import Work
 from hpczero.errors import TopologyError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
-from hpczero.memory.buffers import Buffer, Memory, Use
+from hpczero.memory.buffers import CPU, Buffer, Memory, Use
 from hpczero.plan.footprint import Footprint
 from hpczero.plan.rounds import DEVICE_ROUND_BYTES, node_chunk
+
+MOST_LENT = (
+    1  # units whose gradients may wait while the next one's are filled; ``Plan.memory`` counts them
+)
+
+
+class LentBuffer(Buffer):
+    """A buffer whose owner may release it at once. Its memory is given back when the reduction has read it."""
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        memory: Memory,
+        category: str,
+        keep: bool,
+        device: torch.device = CPU,
+    ) -> None:
+        """Arguments as ``Buffer``."""
+        super().__init__(numel, dtype, memory=memory, category=category, keep=keep, device=device)
+        self._reader: Callable[[], None] | None = None
+        self._wanted = True
+
+    def lend(self, wait: Callable[[], None]) -> None:
+        """Lend the buffer to a reader until ``wait`` returns."""
+        self._reader = wait
+
+    def get_back(self) -> None:
+        """Return when nobody reads the buffer. Gives the memory back if the owner has released it."""
+        if self._reader is not None:
+            self._reader()
+            self._reader = None
+        if not self._wanted:
+            super().release()
+
+    def take(self) -> None:
+        """Take the memory. Waits for the reader."""
+        self._wanted = True
+        self.get_back()
+        super().take()
+
+    @override
+    def release(self) -> None:
+        self._wanted = False
+        if self._reader is None:
+            super().release()
+
+
+class Lending:
+    """The private gradients of one transport."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, LentBuffer] = {}
+        self._lent: deque[LentBuffer] = deque()
+
+    def add(self, buffer: LentBuffer) -> None:
+        """Remember ``buffer`` by its tensor."""
+        self._buffers[id(buffer.tensor)] = buffer
+
+    def lend(self, full: Tensor, wait: Callable[[], None]) -> Callable[[], None]:
+        """Lend ``full`` until ``wait`` returns. Waits itself if too much is lent already.
+
+        Returns:
+            What to call instead of ``wait``.
+        """
+        buffer = self._buffers.get(id(full))
+        if buffer is None:
+            return wait  # its owner keeps it until then
+        buffer.lend(wait)
+        self._lent.append(buffer)
+        while len(self._lent) > MOST_LENT:
+            self._lent.popleft().get_back()
+
+        def finish() -> None:
+            wait()
+            buffer.get_back()
+
+        return finish
+
 
 # Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
 PUT_OFF = IN_TURN - 1

@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.comm.accounts import CommStats
 from hpczero.comm.background import Background
-from hpczero.comm.collectives import Collectives
-from hpczero.comm.secondary import SecondaryCopy
-from hpczero.comm.work import Work
+from hpczero.comm.calls import CommStats, Work
+from hpczero.comm.collectives import Collectives, SecondaryCopy
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Scratch, Use
 from hpczero.plan.footprint import Footprint

@@ -13,9 +13,10 @@ that stands still is then named when the watchdog ends the job (issue 19).
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
@@ -25,12 +26,54 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpczero.comm.algorithms.base import wait_all
-from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
+from hpczero.accelerator import Accelerator
+from hpczero.comm.algorithms.base import CHUNK_BYTES, Blocks, wait_all
+from hpczero.comm.background import can_run_in_background
 from hpczero.comm.devices.access import HostReach, Reach
-from hpczero.comm.progress import progress
 from hpczero.errors import CommError, StepError
 from hpczero.job.group import Group
+
+# Progress: messages that go on while a rank computes.
+#
+# Many MPI libraries move a message that is too large to be sent at once only while both ends call MPI: 64 KiB over TCP
+# with Open MPI. A rank that computes for a second then delivers what it has sent a second late.
+
+# Between two calls. A call takes a few microseconds of a core; a link of 1 Gbit/s carries 25 KiB in this time, and what
+# the kernel holds for a socket is more than that.
+NAP_S = 200e-6
+
+
+@contextmanager
+def progress(group: Group, accelerator: Accelerator) -> Iterator[None]:
+    """Context in which messages over ``group`` go on by themselves. Not collective.
+
+    It does nothing inside one node, where the receiver fetches what it needs, nor with an MPI that lets one thread call
+    it.
+
+    Args:
+        group: whose messages; any of its communicators' will do.
+        accelerator: device of the rank, of which an MPI may copy.
+    """
+    if group.num_nodes == 1 or not can_run_in_background():
+        yield
+        return
+    over = threading.Event()
+    thread = threading.Thread(
+        target=_poll, args=(group.comm, accelerator, over), name="hpczero-progress", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _poll(comm: MPI.Intracomm, accelerator: Accelerator, over: threading.Event) -> None:
+    accelerator.enter_thread()
+    while not over.wait(NAP_S):
+        comm.Iprobe()
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MOST_DIMS = 8

@@ -14,22 +14,320 @@ transport, and its bits: a tree over each node's ranks, rounded once, then a tre
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 
+import numpy as np
+import torch
 from mpi4py import MPI
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.comm.between.carried import Carried
-from hpczero.comm.between.selection import Selection
+from hpczero.comm.algorithms.base import CHUNK_BYTES
+from hpczero.comm.algorithms.exchanges import steps
+from hpczero.comm.between.rails import BetweenLevel, sum_of_node, sum_of_nodes
+from hpczero.comm.between.selection import DEFAULT, Selection
+from hpczero.comm.devices.access import HostReach, Line, Reach
 from hpczero.comm.hierarchical import Hierarchical, Inside
-from hpczero.comm.inside.level import NodeLevel
-from hpczero.comm.inside.pieces import Pieces
-from hpczero.errors import TopologyError
+from hpczero.comm.inside.level import NodeLevel, Parts
+from hpczero.errors import ConfigError, TopologyError
 from hpczero.job.group import Group
-from hpczero.memory.buffers import Use
-from hpczero.plan.footprint import Carriers, Footprint
+from hpczero.memory.buffers import Memory, Scratch, Use
+from hpczero.plan.footprint import Carriers, Footprint, Piece
+from hpczero.plan.rounds import EXCHANGE_BYTES, gather_round, rail_chunk, rail_turns
+
+# The node level by messages where nodes have different numbers of ranks: parts are pieces that lie apart.
+#
+# A rank's part of a buffer is its own shard and what it carries for the other nodes (``plan.carriers``). Ranks of a
+# node ask for elements anywhere, each for others, so each tells the others first what it asks for.
+
+
+class Pieces(NodeLevel):
+    """Private buffers and MPI messages, on nodes with different numbers of ranks."""
+
+    title = "messages"
+    most_nbytes = EXCHANGE_BYTES
+    reads_peers = False
+
+    def __init__(
+        self,
+        node: MPI.Intracomm,
+        memory: Memory,
+        *,
+        carriers: Carriers,
+        chunk_nbytes: int,
+        reach: Reach,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            node: ranks of the node; borrowed.
+            memory: ledger of buffers.
+            carriers: who carries what, as this rank sees it.
+            chunk_nbytes: most bytes that a single MPI call moves.
+            reach: where the buffers are.
+        """
+        super().__init__(node, memory, device=reach.accelerator.device)
+        self._carriers = carriers
+        self._chunk_nbytes = chunk_nbytes
+        self._line = Line(node, reach)
+        self._received = Scratch(memory, category="exchange", device=self.device)
+
+    def _brought(self, local: int, shard_numel: int) -> list[tuple[int, int]]:
+        """(first element, number) of what a rank of this node has of a gathered buffer before its peers have it."""
+        carriers = self._carriers
+        found = [(carriers.nodes[carriers.node][local] * shard_numel, shard_numel)]
+        for far in range(len(carriers.nodes)):
+            if far != carriers.node:
+                for piece in carriers.carried(local, far, shard_numel):
+                    found.append((piece.rank * shard_numel + piece.start, piece.numel))
+        return found
+
+    @override
+    def spread(self, full: Tensor) -> Callable[[], None] | None:
+        size, me, item = self.comm.size, self.comm.rank, full.element_size()
+        shard_numel, flat = full.numel() // self._carriers.shards, full.view(torch.uint8)
+        for distance in range(1, size):
+            target, source = (me + distance) % size, (me - distance) % size
+            for move, local, peer in (
+                (self._line.send, me, target),
+                (self._line.receive, source, source),
+            ):
+                for first, numel in self._brought(local, shard_numel):
+                    brought = flat[first * item : (first + numel) * item]
+                    for piece in torch.split(brought, self._chunk_nbytes):
+                        if len(piece):
+                            move(piece, peer)
+            self._line.step()
+        self._line.wait()
+        return None
+
+    @contextmanager
+    @override
+    def reading(self, full: Tensor) -> Iterator[Parts]:
+        size, me = self.comm.size, self.comm.rank
+
+        def parts(start: int, count: int) -> list[Tensor]:
+            if size == 1:
+                return [full[start : start + count]]
+            asked = np.empty((size, 2), dtype=np.int64)
+            self.comm.Allgather(np.array([start, count], dtype=np.int64), asked)
+            rows = list(self._received.get((size - 1) * count, full.dtype).view(size - 1, count))
+            rows.insert(me, full[start : start + count])
+            for distance in range(1, size):
+                target, source = (me + distance) % size, (me - distance) % size
+                begin, numel = map(int, asked[target])
+                if numel:
+                    self._line.send(full[begin : begin + numel], target)
+                if count:
+                    self._line.receive(rows[source], source)
+                self._line.step()
+            self._line.wait()
+            return rows
+
+        yield parts
+
+    @override
+    def close(self) -> None:
+        """Give the memory to receive into back. Not collective."""
+        self._received.release()
+
+
+# The level between nodes with different numbers of ranks: every rank sends what it carries to those who own it.
+#
+#     gather    owner -> carriers of its shard on each other node, in place
+#     reduce    carrier sums what its node has of a piece -> owner, who sums over nodes
+#
+# Nodes meet in pairs, step by step, as ranks do in ``algorithms.pairwise``: with distance d, node a sends to node a + d
+# and receives from node a - d. All carriers of a node have something to send in each round, so all connections are
+# used.
+
+# Divisions that are remembered: a few for each pair of a node and a size of shard.
+REMEMBERED = 2**16
+
+
+class Carried(BetweenLevel):
+    """What this rank carries. The other ranks of its node carry the rest at the same time.
+
+    Attributes:
+        comm: all ranks, in the order of their shards; borrowed.
+        selection: in rounds of how many bytes pieces travel; pairs are the only algorithm.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        memory: Memory,
+        *,
+        carriers: Carriers,
+        node_dtype: torch.dtype,
+        selection: Selection = DEFAULT,
+        chunk_nbytes: int = CHUNK_BYTES,
+        reach: Reach | None = None,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            comm: must outlive this object. It carries nothing else while bytes move.
+            memory: ledger of buffers.
+            carriers: who carries what, as this rank sees it.
+            node_dtype: each node's partial sum is rounded to it, and travels in it.
+            selection: equal on all ranks.
+            chunk_nbytes: most bytes of one shard that a single MPI call moves.
+            reach: as in Collectives.
+
+        Raises:
+            ConfigError: another algorithm than pairs; on every rank.
+        """
+        self.comm = comm
+        self._carriers = carriers
+        self._node_dtype = node_dtype
+        self._chunk_nbytes = chunk_nbytes
+        reach = reach or HostReach()
+        self._scratch = Scratch(memory, category="exchange", device=reach.accelerator.device)
+        self._gathers, self._reductions = Line(comm, reach), Line(comm, reach)
+        self._mine = lru_cache(REMEMBERED)(partial(carriers.carried, carriers.local))
+        self._takers = lru_cache(REMEMBERED)(carriers.takers)
+        self._most_pieces = lru_cache(REMEMBERED)(carriers.most_pieces)
+        self.select(selection)
+
+    @override
+    def select(self, selection: Selection) -> None:
+        names = {choice.algorithm for choice in (*selection.gathers, *selection.exchanges)}
+        if others := sorted(names - {"pairwise"}):
+            sizes = sorted({len(ranks) for ranks in self._carriers.nodes})
+            error = ConfigError(
+                f"algorithms: got {', '.join(others)}, expected pairwise: nodes have {', '.join(map(str, sizes))} "
+                "ranks, and no other one works where these differ; leave it to auto, or start the same number of ranks "
+                "on every node"
+            )
+            error.agreed = True  # the same names and nodes everywhere
+            raise error
+        self.selection = selection
+
+    @override
+    def wire(self, dtype: torch.dtype) -> torch.dtype:
+        return self._node_dtype
+
+    @override
+    def describe(self) -> str:
+        sizes = [len(ranks) for ranks in self._carriers.nodes]
+        return f"between nodes of {min(sizes)} to {max(sizes)} ranks {self.selection.describe()}"
+
+    @property
+    @override
+    def messages(self) -> tuple[int, int]:
+        return self._gathers.sent, self._reductions.sent
+
+    def reduced_numel(self, shard_numel: int, wire: torch.dtype) -> int:
+        """Elements that this rank sends in a reduction of shards of ``shard_numel``. Not collective."""
+        return self._carriers.reduced_numel(shard_numel, self._chunk(shard_numel, wire))
+
+    def _chunk(self, shard_numel: int, wire: torch.dtype) -> int:
+        """Elements of each shard in one round of a reduction."""
+        item, nodes = wire.itemsize, len(self._carriers.nodes)
+        wished = self.selection.exchange_for(shard_numel * item).chunk_nbytes
+        chunk = rail_chunk(shard_numel, nodes, item, wished)
+        return max(min(chunk, self._chunk_nbytes // item), 1)
+
+    @override
+    def gather(self, full: Tensor, shard_numel: int) -> None:
+        item, flat, line = full.element_size(), full.view(torch.uint8), self._gathers
+        nodes, me, own = len(self._carriers.nodes), self._carriers.node, self.comm.rank
+        wished = self.selection.gather_for(shard_numel * item).chunk_nbytes
+        most = min(gather_round(shard_numel * item, nodes, wished), self._chunk_nbytes)
+
+        def bytes_of(owner: int, piece: Piece, turn: int) -> Tensor:
+            begin = (owner * shard_numel + piece.start) * item + turn * most
+            end = (owner * shard_numel + piece.start + piece.numel) * item
+            return flat[begin : max(min(begin + most, end), begin)]
+
+        for turn in range(-(-shard_numel * item // most)):
+            for distances in steps(nodes):
+                for distance in distances:
+                    far, near = (me + distance) % nodes, (me - distance) % nodes
+                    for piece in self._mine(near, shard_numel):
+                        if len(came := bytes_of(piece.rank, piece, turn)):
+                            line.receive(came, piece.rank)
+                    for piece in self._takers(far, shard_numel):
+                        if len(leaves := bytes_of(own, piece, turn)):
+                            line.send(leaves, piece.rank)
+                line.step()
+        line.wait()
+
+    @override
+    def reduce(
+        self,
+        parts: Parts,
+        out: Tensor,
+        dtype: torch.dtype,
+        scale: float,
+        accumulate: bool,
+        *,
+        spans: bool = True,
+    ) -> None:
+        nodes, me = len(self._carriers.nodes), self._carriers.node
+        wire, shard_numel, line = self.wire(dtype), out.numel(), self._reductions
+        chunk = self._chunk(shard_numel, wire)
+        turns = rail_turns(shard_numel, chunk)
+        whole = self._scratch.get(self._carriers.exchange_numel(shard_numel, chunk), wire)
+        buffers = whole.view(turns, -1)
+        left: Callable[[], None] = lambda: None  # noqa: E731  (what the round before still needs)
+
+        for turn, start in enumerate(range(0, shard_numel, chunk)):
+            count = min(chunk, shard_numel - start)
+            receive = buffers[turn % turns, : nodes * count].view(nodes, count)
+            send = buffers[turn % turns, nodes * chunk :]
+            for number, distances in enumerate(steps(nodes)):
+                for distance in distances:
+                    far, near = (me + distance) % nodes, (me - distance) % nodes
+                    for piece in self._takers(near, count):
+                        came = receive[near, piece.start : piece.start + piece.numel]
+                        line.receive(came, piece.rank)
+                    used = self._send(parts, send, far, start, count, shard_numel)
+                    send = send[used:]
+                line.step()
+                if not number:
+                    line.wait(left=1)  # the round before is complete
+                    left()
+            mine = self.comm.rank * shard_numel + start
+            sum_of_node(parts(mine, count), receive[me], self.comm)
+            left = partial(
+                sum_of_nodes,
+                list(receive.unbind()),
+                out[start : start + count],
+                scale=scale,
+                accumulate=accumulate,
+                node_dtype=self._node_dtype,
+            )
+        line.wait()
+        left()
+
+    def _send(
+        self, parts: Parts, send: Tensor, far: int, start: int, count: int, shard_numel: int
+    ) -> int:
+        """Sum over the ranks of this node what this one carries for node ``far``, and send it.
+
+        Returns:
+            Elements of ``send`` that it took.
+        """
+        used, pieces = 0, self._mine(far, count)
+        for piece in pieces:
+            begin = piece.rank * shard_numel + start + piece.start
+            total = send[used : used + piece.numel]
+            assert total.numel() == piece.numel, "the buffer holds what a round sends"
+            sum_of_node(parts(begin, piece.numel), total, self.comm)
+            self._reductions.send(total, piece.rank)
+            used += piece.numel
+        for _ in range(self._most_pieces(far, count) - len(pieces)):
+            parts(0, 0)  # peers of the node ask for more pieces
+        return used
+
+    @override
+    def close(self) -> None:
+        self._scratch.release()
 
 
 class Uneven(Hierarchical):

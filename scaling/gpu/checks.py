@@ -41,8 +41,7 @@ def facts(bench: Bench) -> Iterator[Row]:
     """What there is, and what MPI says of device memory; last whether that is true, which takes a trial."""
     from mpi4py import MPI
 
-    from hpczero.comm.devices.awareness import claim, decide
-    from hpczero.comm.devices.trial_job import tried_once
+    from hpczero.comm.devices.awareness import claim, decide, tried_once
     from hpczero.options.environment import Environment
 
     said, (shared, how) = claim(), mps()

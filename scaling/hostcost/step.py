@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from hpczero.accelerator import HostAccelerator
 from hpczero.comm import Hierarchical
-from hpczero.comm.algorithms.blocks import Blocks
+from hpczero.comm.algorithms.base import Blocks
 from hpczero.comm.between import rails
 from hpczero.comm.between.rails import Rails
 from hpczero.comm.devices.access import DirectReach

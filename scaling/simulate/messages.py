@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from hpczero.accelerator import Accelerator
 from hpczero.comm.algorithms import Exchange, Gather, Meanwhile, Prepare
-from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
-from hpczero.comm.algorithms.pairwise import steps
+from hpczero.comm.algorithms.base import CHUNK_BYTES, Blocks
+from hpczero.comm.algorithms.exchanges import steps
 from hpczero.comm.devices.access import Reach
 from hpczero.plan.rounds import IN_FLIGHT
 from scaling.simulate.programs import Work

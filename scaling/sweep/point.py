@@ -6,7 +6,7 @@ The steps are those of training (``hpczero.run.step``); the tokens are drawn at 
 
 A device does later what the host starts now. Before a clock is read that separates one part of a step from the next,
 the host waits for the device, so that a part's time is the device's; where it stood still for collectives, its own
-clock says (``hpczero.comm.devices.exposed``).
+clock says (``hpczero.comm.calls``).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from hpczero.comm.algorithms import (
     PairwiseExchange,
     PairwiseGather,
 )
-from hpczero.comm.algorithms.blocks import Blocks
-from hpczero.comm.algorithms.standing import Standing
+from hpczero.comm.algorithms.base import Blocks
+from hpczero.comm.algorithms.exchanges import Standing
 from hpczero.comm.devices.access import DirectReach, HostReach, Reach, StagedReach
 from hpczero.plan import rounds
 from tests.helpers.late import LateAccelerator

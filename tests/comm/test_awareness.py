@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.comm.devices import trial_job
+from hpczero.comm.devices import awareness
 from hpczero.comm.devices.awareness import (
     Claim,
     claim,
     claim_of,
     decide,
     environment_claim,
+    environment_of,
+    launchers,
     query_cuda_support,
+    try_in_a_job,
 )
-from hpczero.comm.devices.trial_job import environment_of, launchers, try_in_a_job
 
 WORKS, FAILS = (True, "two ranks have tried it"), (False, "two ranks failed")
 
@@ -210,7 +212,7 @@ def test_a_trial_that_hangs_is_a_no(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     launcher.write_text("#!/bin/sh\nexec sleep 60\n")
     launcher.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(trial_job, "TRIAL_S", 0.5)
+    monkeypatch.setattr(awareness, "TRIAL_S", 0.5)
     works, said = try_in_a_job(os.environ)
     assert not works
     assert "still trying" in said

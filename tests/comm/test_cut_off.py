@@ -16,8 +16,8 @@ import gc, sys
 from mpi4py import MPI
 import torch
 import hpczero
-from hpczero.comm.algorithms import base, pairwise, ring
-from hpczero.comm.devices import line
+from hpczero.comm.algorithms import base, exchanges as pairwise, exchanges as ring
+from hpczero.comm.devices import access as line
 
 class TimeUp(Exception):
     pass

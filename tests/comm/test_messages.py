@@ -11,7 +11,7 @@ from torch import nn
 
 import hpczero
 from hpczero.comm import Hierarchical
-from hpczero.comm.algorithms import pairwise
+from hpczero.comm.algorithms import exchanges
 from hpczero.memory.buffers import DTYPES, Use
 from hpczero.plan import Plan, rounds
 from hpczero.plan.rules import default_rule
@@ -67,7 +67,7 @@ def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
             described[0] += 1
             return super().Send_init(*args, **options)
 
-    monkeypatch.setattr(pairwise, "Standing", Forgetful)
+    monkeypatch.setattr(exchanges, "Standing", Forgetful)
     monkeypatch.setattr(rounds, "EXCHANGE_MESSAGES", most)
     monkeypatch.setattr(rounds, "GATHER_MESSAGES", most)
     monkeypatch.setattr(rounds, "LEAST_BYTES", 2**12)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import hpczero
-from hpczero.comm.order import AGAIN
+from hpczero.comm.calls import AGAIN
 from hpczero.errors import CommError
 from tests.helpers.mpirun import run_ranks
 from tests.helpers.parallel import parallel_assert

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hpczero.comm.algorithms import PairwiseGather
-from hpczero.comm.algorithms.blocks import Blocks
-from hpczero.comm.algorithms.standing import Standing, Step
+from hpczero.comm.algorithms.base import Blocks
+from hpczero.comm.algorithms.exchanges import Standing, Step
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:

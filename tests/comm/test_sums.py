@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hpczero.accelerator import HostAccelerator
 from hpczero.comm.sums import Sums, give_values, sums_over
-from hpczero.comm.sums.messages import Messages
-from hpczero.comm.sums.shared import Shared
+from hpczero.comm.sums.path import Messages, Shared
 from hpczero.comm.sums.sums import WHOLE_NBYTES
 from hpczero.errors import CommError
 from hpczero.job.topology import Topology

@@ -14,7 +14,8 @@ import torch
 
 import hpczero
 from hpczero.comm import choose
-from hpczero.comm.between import sample, tuning
+from hpczero.comm.between import tuning
+from hpczero.comm.between import tuning as sample
 from hpczero.comm.between.rails import Rails
 from hpczero.comm.between.selection import DEFAULT, Choice
 from hpczero.comm.between.tuning import cache_file, tune

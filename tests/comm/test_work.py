@@ -14,9 +14,9 @@ import hpczero
 from hpczero.accelerator import HostAccelerator
 from hpczero.comm import Hierarchical, choose
 from hpczero.comm.background import Background
+from hpczero.comm.calls import Work
+from hpczero.comm.hierarchical import LentBuffer
 from hpczero.comm.hybrid import Hybrid
-from hpczero.comm.lending import LentBuffer
-from hpczero.comm.work import Work
 from hpczero.errors import CommError
 from hpczero.job.watchdog import Watchdog
 from hpczero.memory.buffers import Memory, Use

@@ -5,10 +5,14 @@ so results do not depend on which one is chosen.
 """
 
 from hpczero.comm.algorithms.base import Exchange, Gather, Meanwhile, Prepare
-from hpczero.comm.algorithms.doubling import DoublingGather
-from hpczero.comm.algorithms.library import LibraryExchange, LibraryGather
-from hpczero.comm.algorithms.pairwise import PairwiseExchange, PairwiseGather
-from hpczero.comm.algorithms.ring import RingGather
+from hpczero.comm.algorithms.exchanges import (
+    DoublingGather,
+    LibraryExchange,
+    LibraryGather,
+    PairwiseExchange,
+    PairwiseGather,
+    RingGather,
+)
 
 GATHERS: tuple[type[Gather], ...] = (LibraryGather, RingGather, DoublingGather, PairwiseGather)
 EXCHANGES: tuple[type[Exchange], ...] = (LibraryExchange, PairwiseExchange)

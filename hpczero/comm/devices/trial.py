@@ -20,7 +20,7 @@ def main() -> int:
     from mpi4py import MPI
 
     from hpczero.comm.algorithms import LibraryExchange, LibraryGather
-    from hpczero.comm.algorithms.blocks import Blocks
+    from hpczero.comm.algorithms.base import Blocks
     from hpczero.comm.devices.access import DirectReach
 
     comm = MPI.COMM_WORLD

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.comm.algorithms import LibraryExchange, LibraryGather
-from hpczero.comm.algorithms.blocks import Blocks
+from hpczero.comm.algorithms.base import Blocks
 from hpczero.comm.devices.access import Reach
 from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use
 from hpczero.plan.rounds import EXCHANGE_BYTES

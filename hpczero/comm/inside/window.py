@@ -14,8 +14,11 @@ Gradients (``Use.REDUCE``): gradients.py, [Note: Who may touch a gradient].
 
 from __future__ import annotations
 
+import mmap
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,11 +27,330 @@ from typing_extensions import override
 from hpczero.accelerator import HostAccelerator
 from hpczero.comm.inside import gradients
 from hpczero.comm.inside.level import NodeLevel, Parts
-from hpczero.comm.inside.passing import Passing
 from hpczero.comm.inside.places import Ground
-from hpczero.comm.inside.segment import Counters, Segment
+from hpczero.comm.inside.segment import NOTHING, PAGE, Counters, Segment, addresses, map_at
+from hpczero.errors import CommError
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Buffer, Memory, Use
+from hpczero.memory.pages import padded
+
+# Slots: shared memory that the buffers of a node take in turn.
+#
+#     addresses of a buffer    the same for ever, because autograd keeps pointing there
+#     range of the file        another one at each take; its pages stay where they are from one buffer to the next
+#
+# A buffer that is given back and taken again would cost the kernel a cleared page and a fault for every 4 KiB, on every
+# rank. A range that another buffer leaves costs one call, which enters all its pages into the table of the process.
+#
+# [Note: How much is kept]
+# A period ends when no buffer is in use: a forward, a backward, a block in which a program looks at all parameters.
+# What nobody has is kept as far as this period or the one before has needed it at one time, and from one period to the
+# next as far as both have. So nothing that is kept makes the most that was ever held larger, and what was needed once
+# goes.
+
+POPULATE = 0x8000  # mman.h: the same on all Linux but Alpha, MIPS and PA-RISC
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A range of the file.
+
+    Attributes:
+        begin: its first byte, at a page.
+        fresh: whether it has no pages yet.
+    """
+
+    begin: int
+    fresh: bool
+
+
+class Slots:
+    """Which buffer has which range of ``segment``. One rank of a node keeps this book."""
+
+    def __init__(self, segment: Segment) -> None:
+        """``segment`` has room for all buffers at once; not collective."""
+        self._segment = segment
+        self._taken: dict[int, tuple[Slot, int]] = {}  # number of the buffer: its range and bytes
+        self._kept: dict[int, int] = {}  # begin of a range that nobody has: bytes; the oldest first
+        self._bare: defaultdict[int, list[int]] = defaultdict(list)  # bytes: begins without pages
+        self._end = 0
+        self._used = self._most = self._most_before = (
+            0  # bytes in use now, at most in this period, in the one before
+        )
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of all ranges that have pages."""
+        return self._used + sum(self._kept.values())
+
+    def take(self, number: int, nbytes: int) -> Slot:
+        """The range of buffer ``number``: the one that it has, or one of the same size that nobody has.
+
+        One that it has is as fresh as it was: a rank may hear of the second take first, and has brought no pages then.
+        """
+        nbytes = padded(nbytes, PAGE)
+        if number in self._taken:
+            return self._taken[number][0]
+        kept = next((begin for begin, size in self._kept.items() if size == nbytes), None)
+        self._used += nbytes
+        self._most = max(self._most, self._used)
+        if kept is not None:
+            del self._kept[kept]
+            slot = Slot(kept, fresh=False)
+        else:
+            self._keep(max(self._most, self._most_before))
+            slot = Slot(self._new(nbytes), fresh=True)
+        self._taken[number] = slot, nbytes
+        return slot
+
+    def leave(self, number: int) -> None:
+        """No rank of the node reads the buffer any more."""
+        slot, nbytes = self._taken.pop(number)
+        self._used -= nbytes
+        if nbytes:  # a range of no bytes begins where the next one does, and would take its place in the book
+            self._kept[slot.begin] = nbytes
+        if not self._taken:
+            self._keep(min(self._most, self._most_before))
+            self._most, self._most_before = 0, self._most
+
+    def _new(self, nbytes: int) -> int:
+        if self._bare[nbytes]:
+            return self._bare[nbytes].pop()
+        begin, self._end = self._end, self._end + nbytes
+        return begin
+
+    def _keep(self, most: int) -> None:
+        """Give back the oldest pages that nobody has, until no more is held. See [Note: How much is kept]."""
+        while self._kept and self.held_nbytes > most:
+            begin = next(iter(self._kept))
+            nbytes = self._kept.pop(begin)
+            self._segment.give_back(begin, begin + nbytes)
+            self._bare[nbytes].append(begin)
+
+
+class Addresses:
+    """Addresses of one buffer in this process, behind which there is a range of a file, or nothing.
+
+    Attributes:
+        bytes: (nbytes,) uint8; zero where there is nothing, and what is written there then is lost.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Nothing is there yet."""
+        self._nbytes = padded(max(nbytes, 1), PAGE)
+        with torch.inference_mode(False):
+            whole = addresses(self._nbytes)
+            self.bytes = whole[:nbytes]
+        self._address = whole.data_ptr()  # of no bytes torch has no address
+        self._begin: int | None = None
+
+    def show(self, file: int, slot: Slot) -> None:
+        """Put the range of ``file`` behind the addresses; nothing if it is there.
+
+        Raises:
+            CommError: the kernel will not.
+        """
+        if self._begin != slot.begin:
+            # Pages that are not there yet come from the rank whose part they are (segment.py, [Note: Full /dev/shm]).
+            self._map(mmap.MAP_SHARED | (0 if slot.fresh else POPULATE), file, slot.begin)
+            self._begin = slot.begin
+
+    def hide(self) -> None:
+        """Take the range away; whoever still looks sees zeros, not what comes to lie there next."""
+        if self._begin is not None:
+            self._map(NOTHING, -1, 0)
+            self._begin = None
+
+    def _map(self, flags: int, file: int, begin: int) -> None:
+        try:
+            map_at(self._address, self._nbytes, flags, file, begin)
+        except OSError as error:
+            raise CommError(
+                f"{self._nbytes:,} bytes of shared memory cannot be mapped: {error.strerror}; look at ulimit -v "
+                "and sysctl vm.max_map_count, or use transport flat"
+            ) from error
+
+
+# Whole parameters of a node that pass: buffers that are given back between uses, in shared memory.
+#
+# [Note: Where whole parameters lie]
+# Buffers that are given back between uses take slots of one segment in turn. The first rank of the node chooses: only
+# it looks who has released what, because two ranks that look may see different things. The others read its choice, and
+# wait for it if they are ahead. It never waits for a release: a rank that goes on using a buffer keeps its slot from
+# others.
+
+# Columns of each buffer: which use a rank has released, and where the first rank has put it.
+RELEASED, PLACE, COLUMNS = 0, 1, 2
+GENERATION, FRESH = 33, 1 << 32  # bits of what the first rank tells: generation, fresh, page
+
+
+class PassingBuffer(Buffer):
+    """Whole parameters of a unit that are given back between uses; one copy for the node.
+
+    The ledger counts this rank's part of it while this rank uses it.
+    """
+
+    shared = True
+    lasts = False
+
+    def __init__(
+        self,
+        passing: Passing,
+        number: int,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        memory: Memory,
+        category: str,
+    ) -> None:
+        """Not collective. Nothing is held yet, so that not all units are held at once."""
+        self.addresses = Addresses(numel * dtype.itemsize)
+        self.tensor = self.addresses.bytes.view(dtype)
+        self.number, self.whole_nbytes = number, numel * dtype.itemsize
+        self.generation = 0
+        self._passing, self._memory, self._category = passing, memory, category
+        self._nbytes = -(-self.whole_nbytes // passing.ranks)
+        self._held = False
+
+    @override
+    def take(self) -> None:
+        self.generation += 1
+        self._passing.show(self)
+        if not self._held:
+            self._memory.add(self._category, self._nbytes)
+            self._held = True
+
+    @override
+    def release(self) -> None:
+        """Say that this rank reads it no more. Others may come to lie there when no rank of the node reads it."""
+        if self._held:
+            self._passing.released(self)
+            self._memory.add(self._category, -self._nbytes)
+            self._held = False
+
+
+class Passing:
+    """All such buffers of one transport on this rank; methods are not collective unless they say so."""
+
+    def __init__(
+        self,
+        group: Group,
+        memory: Memory,
+        *,
+        drain: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[object]],
+        first_column: int,
+    ) -> None:
+        """Arguments as of ``Window``; ``first_column``: of the counters."""
+        self._group, self._node, self._memory = group, group.node, memory
+        self._drain, self._waiting = drain, waiting
+        self._first = first_column
+        self._buffers: list[PassingBuffer] = []
+        self._taken: set[int] = set()  # numbers of those that have a slot, as the first rank knows
+        self._counters: Counters | None = None
+        self.segment: Segment | None = None
+        self._slots: Slots | None = None  # of the first rank
+
+    @property
+    def ranks(self) -> int:
+        """Of the node."""
+        return self._node.size
+
+    @property
+    def columns(self) -> int:
+        """Of the counters, for all buffers together."""
+        return COLUMNS * len(self._buffers)
+
+    def allocate(self, numel: int, dtype: torch.dtype, *, category: str) -> PassingBuffer:
+        """As of ``Collectives.allocate``, equal on all ranks; nothing is held until it is taken."""
+        number = len(self._buffers)
+        buffer = PassingBuffer(self, number, numel, dtype, memory=self._memory, category=category)
+        self._buffers.append(buffer)
+        return buffer
+
+    def open(self, counters: Counters) -> None:
+        """All buffers have been asked for. Collective over the group.
+
+        Raises:
+            CommError: memory cannot be shared; on every rank.
+        """
+        self._counters = counters
+        if not self._buffers:
+            return
+        nbytes = sum(padded(buffer.whole_nbytes, PAGE) for buffer in self._buffers)
+        with self._group.agreed("share memory for parameters"):
+            what = f"{nbytes:,} bytes of parameters"
+            self.segment = Segment.create(self._node, nbytes, what, mapped=False)
+        if self._node.rank == 0:
+            self._slots = Slots(self.segment)
+
+    def close(self) -> None:
+        """The counters go."""
+        self._counters = None
+
+    def show(self, buffer: PassingBuffer) -> None:
+        """Put memory behind ``buffer``, the same on all ranks of the node. See [Note: Where whole parameters lie].
+
+        Raises:
+            CommError: there is none left; on this rank alone, so whoever catches it leaves the others waiting.
+        """
+        assert self.segment is not None, "settled"
+        slot = self._slot(buffer)
+        buffer.addresses.show(self.segment.file, slot)
+        if slot.fresh:
+            part = buffer.nbytes
+            begin = slot.begin + self._node.rank * part
+            self.segment.claim(begin, min(begin + part, slot.begin + buffer.whole_nbytes))
+
+    def _slot(self, buffer: PassingBuffer) -> Slot:
+        counters = self._counters
+        assert counters is not None, "settled"
+        column = self._column(buffer.number, PLACE)
+        if self._slots is not None:
+            self._sweep()
+            slot = self._slots.take(buffer.number, buffer.whole_nbytes)
+            self._taken.add(buffer.number)
+            counters.publish(column, _told(buffer.generation, slot))
+            return slot
+        least = buffer.generation << GENERATION
+        if counters.read(0, column) < least:
+            with self._waiting():
+                self._drain()  # the first rank may wait for what this one has put off
+                with self._group.watchdog.collective(
+                    "waiting for the first rank of the node to unshard"
+                ):
+                    counters.wait_for(0, column, least)
+        return _heard(counters.read(0, column))
+
+    def released(self, buffer: PassingBuffer) -> None:
+        """This rank has no more use for the content of ``buffer``."""
+        buffer.addresses.hide()
+        if self._counters is not None:
+            self._counters.publish(self._column(buffer.number, RELEASED), buffer.generation)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Free what every rank of the node has released by now; on the first rank. Not collective."""
+        if self._slots is None or self._counters is None:
+            return
+        for number in list(self._taken):
+            generation = self._buffers[number].generation
+            if self._counters.reached(self._column(number, RELEASED), generation):
+                self._slots.leave(number)
+                self._taken.remove(number)
+
+    def _column(self, number: int, which: int) -> int:
+        return self._first + COLUMNS * number + which
+
+
+def _told(generation: int, slot: Slot) -> int:
+    """A number that only grows with the generation."""
+    return generation << GENERATION | FRESH * slot.fresh | slot.begin // PAGE
+
+
+def _heard(told: int) -> Slot:
+    return Slot((told & (FRESH - 1)) * PAGE, fresh=bool(told & FRESH))
+
 
 # Columns of the counters: arrivals at spread, those of gradients, then those of whole parameters that pass.
 ARRIVED, FIRST_GRADIENT = range(2)

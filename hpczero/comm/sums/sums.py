@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from hpczero.comm.accounts import CommStats
-from hpczero.comm.sums.path import Call, Path, as_bytes, kind_of
+from hpczero.accelerator import accelerator_of
+from hpczero.comm.calls import CommStats
+from hpczero.comm.sums.path import Call, Messages, Path, Shared, as_bytes, kind_of
 from hpczero.errors import CommError
 from hpczero.job.group import Group
 
@@ -322,3 +323,23 @@ def in_rank_order(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
             total.add_(row[piece])
         out[piece] = total
     return out
+
+
+def sums_over(group: Group) -> Sums:
+    """Sums over ``group``: by shared memory or CUDA IPC where it lies on one node, by messages elsewhere.
+
+    Not collective. The first call with a tensor of each device makes the path, which is.
+    """
+    return Sums(group, best_path)
+
+
+def best_path(group: Group, device: torch.device) -> Path:
+    """The path for tensors on ``device``. Collective over ``group``.
+
+    Raises:
+        CommError: memory cannot be shared; on every rank.
+        ConfigError: the device is neither cpu nor cuda.
+    """
+    if group.num_nodes == 1:
+        return Shared(group, accelerator_of(device))
+    return Messages(group)

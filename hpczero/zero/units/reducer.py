@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hpczero.comm.calls import Work
 from hpczero.comm.collectives import Collectives
-from hpczero.comm.work import Work
 from hpczero.plan import UnitSpec
 
 

@@ -18,8 +18,8 @@ from contextlib import ExitStack, nullcontext
 import numpy as np
 from torch import Tensor, nn
 
+from hpczero.comm.calls import Work
 from hpczero.comm.collectives import Collectives
-from hpczero.comm.work import Work
 from hpczero.memory.buffers import DTYPES
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision

@@ -1,0 +1,376 @@
+"""The algorithms between nodes: pairwise, ring, recursive doubling, and the MPI library's own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from mpi4py import MPI
+from typing_extensions import override
+
+from hpczero.comm.algorithms.base import (
+    CHUNK_BYTES,
+    Blocks,
+    Exchange,
+    Gather,
+    Meanwhile,
+    Prepare,
+    wait_all,
+)
+from hpczero.plan.rounds import IN_FLIGHT, step_peers
+
+# Standing requests: messages that recur with the same memory and peers are described to MPI once.
+#
+# A message costs a fraction of a microsecond to start again, and all messages of a step are started by one call
+# (docs/scale.md). Memory that was given back and taken again at the same address is the same memory to MPI.
+#
+# [Note: Which requests stand]
+# A call whose memory is taken anew each time, as at stage 3, may come from another address each time. Its requests
+# would never be started again, and MPI would hold them for good. So a call stands from the second time on that it is
+# seen, and requests are few. Where there are too many, a call takes the place only of calls that were not seen for
+# longer than twice the time after which it came again. So a step with more calls than there is room for keeps some of
+# them; if the oldest had to go, each would be dropped just before it comes again.
+
+# Requests that stand at a time: about 1 KiB each in the MPI library and Python.
+MOST_REQUESTS = 2**13
+# Calls that are remembered because they may come again: about 100 bytes each.
+MOST_SEEN = 2**14
+
+
+@dataclass(slots=True)
+class Step:
+    """Messages that start together.
+
+    Attributes:
+        requests: persistent.
+        stands: whether they are started again; otherwise they are freed when they are complete.
+    """
+
+    requests: list[MPI.Prequest]
+    stands: bool
+
+    def free(self) -> None:
+        """Free the requests. MPI lets those that are under way end first."""
+        for request in self.requests:
+            request.Free()
+
+
+class Standing:
+    """Requests of recurring calls, step by step; see [Note: Which requests stand]."""
+
+    def __init__(self, *, most: int = MOST_REQUESTS, most_seen: int = MOST_SEEN) -> None:
+        """Not collective.
+
+        Args:
+            most: requests kept.
+            most_seen: calls remembered whose requests are not kept.
+        """
+        self._most = most
+        self._most_seen = most_seen
+        self._kept: dict[Hashable, list[Step]] = {}  # the latest is last
+        self._used: dict[Hashable, int] = {}  # of those that are kept: by number of the call
+        self._seen: dict[int, int] = {}  # of others: hash of the key, number of the call
+        self._calls = 0
+        self._requests = 0
+
+    def get(self, key: Hashable) -> list[Step] | None:
+        """Requests of the call ``key``; None if they are not there. Once for each call."""
+        self._calls += 1
+        found = self._kept.pop(key, None)
+        if found is not None:
+            self._kept[key] = found
+            self._used[key] = self._calls
+        return found
+
+    def displaced(self, key: Hashable, requests: int) -> list[Hashable] | None:
+        """Calls whose requests ``keep`` must free for those of a call that ``get`` has not found.
+
+        Args:
+            key: of the call.
+            requests: as many as it has.
+
+        Returns:
+            Keys; None if the requests of this call are not to be kept.
+        """
+        before = self._seen.pop(hash(key), None)
+        if before is None or requests > self._most:
+            self._seen[hash(key)] = self._calls
+            if len(self._seen) > self._most_seen:
+                del self._seen[next(iter(self._seen))]
+            return None
+        recent = self._calls - 2 * (self._calls - before)
+        excess = self._requests + requests - self._most
+        gone: list[Hashable] = []
+        for other, steps in self._kept.items():
+            if excess <= 0:
+                break
+            if self._used[other] >= recent:
+                self._seen[hash(key)] = self._calls
+                return None
+            gone.append(other)
+            excess -= sum(len(step.requests) for step in steps)
+        return gone
+
+    def keep(self, key: Hashable, steps: list[Step], gone: list[Hashable]) -> None:
+        """Keep the requests of one more call, and free those of ``gone``, which must be complete."""
+        for other in gone:
+            self._drop(other)
+        self._kept[key] = steps
+        self._used[key] = self._calls
+        self._requests += sum(len(step.requests) for step in steps)
+
+    def _drop(self, key: Hashable) -> None:
+        del self._used[key]
+        for step in self._kept.pop(key):
+            self._requests -= len(step.requests)
+            step.free()
+
+    def free(self) -> None:
+        """Free all. Not collective; MPI lets those that are under way end first."""
+        for key in list(self._kept):
+            self._drop(key)
+        self._seen.clear()
+
+
+# Pairs: in step d every rank sends to the rank d ahead and receives from the rank d behind.
+#
+# Few ranks go one at a time, because messages to several ranks at once share a link badly: between four emulated hosts
+# all at once took 1.6 times as long (Open MPI 4.1.4). The next step is prepared and given to MPI before this one is
+# complete. The link then never waits for a rank that has not yet noticed that its step is over. With short rounds this
+# comes within a few per cent of the bound of a NIC.
+#
+# Many ranks go in STEPS steps, several neighbours in each. A step costs the host the same few calls whatever its number
+# of messages.
+
+
+def steps(size: int) -> Iterator[range]:
+    """Distances to the peers of each step, nearest first."""
+    each = step_peers(size)
+    for first in range(1, size, each):
+        yield range(first, min(first + each, size))
+
+
+class _Steps:
+    """Steps that are under way, oldest first, and the requests of all calls."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._under_way: deque[Step] = deque()
+        self._standing = Standing()
+
+    def of(self, send: Blocks, receive: Blocks, *, own: bool) -> list[Step]:
+        """Requests of one round.
+
+        Args:
+            send: what leaves.
+            receive: where what comes from rank i arrives, in block i.
+            own: every peer gets this rank's block; False: peer i gets block i.
+        """
+        key = (send.place, receive.place, own)
+        found = self._standing.get(key)
+        if found is None:
+            gone = self._standing.displaced(key, 2 * (self._comm.size - 1))
+            stands = gone is not None
+            found = [
+                self._step(send, receive, own, each, stands) for each in steps(self._comm.size)
+            ]
+            if gone is not None:
+                if gone:
+                    self.wait(left=0)
+                self._standing.keep(key, found, gone)
+        return found
+
+    def _step(
+        self, send: Blocks, receive: Blocks, own: bool, distances: range, stands: bool
+    ) -> Step:
+        comm, rank, size = self._comm, self._comm.rank, self._comm.size
+        requests: list[MPI.Prequest] = []
+        outgoing = send.block(rank) if own else None
+        for distance in distances:
+            target, source = (rank + distance) % size, (rank - distance) % size
+            leaves = outgoing or send.block(target)
+            requests.append(comm.Recv_init([receive.block(source), MPI.BYTE], source))
+            requests.append(comm.Send_init([leaves, MPI.BYTE], target))
+        return Step(requests, stands)
+
+    def start(self, step: Step) -> None:
+        """Begin one more, and let the oldest end before if enough are under way."""
+        self.wait(left=IN_FLIGHT - 1)
+        if any(step is other for other in self._under_way):  # the same memory again
+            self.wait(left=0)
+        MPI.Prequest.Startall(step.requests)
+        self._under_way.append(step)
+
+    def wait(self, left: int) -> None:
+        """Return when at most ``left`` are under way."""
+        while len(self._under_way) > left:
+            step = self._under_way.popleft()
+            wait_all(step.requests)
+            if not step.stands:
+                step.free()
+
+    def free(self) -> None:
+        """Free the requests. Not collective."""
+        for step in self._under_way:
+            if not step.stands:
+                step.free()
+        self._under_way.clear()
+        self._standing.free()
+
+
+class PairwiseGather(Gather):
+    """Every rank sends its own block to every other one."""
+
+    name = "pairwise"
+    in_rounds = True
+
+    @override
+    def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:
+        super().__init__(comm, chunk_nbytes=chunk_nbytes)
+        self._steps = _Steps(comm)
+
+    def _gather(self, blocks: Blocks) -> None:
+        for step in self._steps.of(blocks, blocks, own=True):
+            self._steps.start(step)
+        self.messages += blocks.count - 1
+
+    def _finish(self) -> None:
+        self._steps.wait(left=0)
+
+    @override
+    def free(self) -> None:
+        self._steps.free()
+        super().free()
+
+
+class PairwiseExchange(Exchange):
+    """Step by step. Each is prepared and given to MPI while the one before travels."""
+
+    name = "pairwise"
+    takes_gaps = True
+
+    @override
+    def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:
+        super().__init__(comm, chunk_nbytes=chunk_nbytes)
+        self._steps = _Steps(comm)
+
+    def _exchange(
+        self, send: Blocks, receive: Blocks, prepare: Prepare, meanwhile: Meanwhile
+    ) -> None:
+        rank, size = self.comm.rank, self.comm.size
+        requests = self._steps.of(send, receive, own=False)
+        for number, (distances, step) in enumerate(zip(steps(size), requests, strict=True)):
+            first, after = rank + distances.start, rank + distances.stop
+            if first < size:
+                prepare(first, min(after, size) - first)
+            if after > size:
+                prepare(max(first - size, 0), after - size - max(first - size, 0))
+            self._steps.start(step)
+            if not number:
+                self._steps.wait(left=1)  # the call before is complete
+                meanwhile()
+        prepare(rank, 1)
+        if size == 1:
+            meanwhile()
+        self.messages += size - 1
+
+    @override
+    def finish(self) -> None:
+        self._steps.wait(left=0)
+
+    @override
+    def free(self) -> None:
+        self._steps.free()
+        super().free()
+
+
+# The ring: every rank passes on to its right what it got from its left.
+#
+# There are n - 1 steps of one block each. Every link of the ring carries every block but one, so the bound of a NIC is
+# reached for any number of ranks. The price is n - 1 latencies.
+
+
+class RingGather(Gather):
+    """Neighbours are those in communicator order.
+
+    Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005, sec. 4.1.
+    """
+
+    name = "ring"
+
+    def _gather(self, blocks: Blocks) -> None:
+        rank, size = self.comm.rank, self.comm.size
+        right, left = (rank + 1) % size, (rank - 1) % size
+        for step in range(size - 1):
+            outgoing, incoming = (rank - step) % size, (rank - step - 1) % size
+            wait_all(
+                [
+                    self.comm.Irecv([blocks.block(incoming), MPI.BYTE], left),
+                    self.comm.Isend([blocks.block(outgoing), MPI.BYTE], right),
+                ]
+            )
+        self.messages += size - 1
+
+
+# Recursive doubling, the farthest partner first.
+#
+# There are log2(n) steps; what is exchanged doubles from step to step. Ranks that are near in communicator order meet
+# last, when there is most to exchange. With nodes filled one after the other the large messages therefore stay inside
+# the node.
+
+
+class DoublingGather(Gather):
+    """All-gather of a power of two ranks.
+
+    Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005, sec. 4.1; distances reversed.
+    """
+
+    name = "doubling"
+
+    @classmethod
+    def fits(cls, size: int) -> bool:
+        """Whether the algorithm works on ``size`` ranks."""
+        return size >= 1 and size & (size - 1) == 0
+
+    def _gather(self, blocks: Blocks) -> None:
+        # With distance d left to bridge, a rank holds every block that is congruent to it modulo 2d.
+        rank, size = self.comm.rank, self.comm.size
+        distance = size // 2
+        while distance >= 1:
+            partner, period = rank ^ distance, 2 * distance
+            held = self.types.get(blocks.nbytes, blocks.stride * period)
+            self.comm.Sendrecv(
+                [blocks.from_block(rank % period), size // period, held],
+                partner,
+                recvbuf=[blocks.from_block(partner % period), size // period, held],
+                source=partner,
+            )
+            distance //= 2
+            self.messages += 1
+
+
+class LibraryGather(Gather):
+    """MPI_Allgather in place."""
+
+    name = "library"
+
+    def _gather(self, blocks: Blocks) -> None:
+        block = self.types.get(blocks.nbytes, blocks.stride)
+        self.comm.Allgather(MPI.IN_PLACE, [blocks.from_block(0), 1, block])
+
+
+class LibraryExchange(Exchange):
+    """MPI_Alltoall."""
+
+    name = "library"
+
+    def _exchange(
+        self, send: Blocks, receive: Blocks, prepare: Prepare, meanwhile: Meanwhile
+    ) -> None:
+        meanwhile()
+        prepare(0, send.count)
+        self.comm.Alltoall(
+            [send.from_block(0), 1, self.types.get(send.nbytes, send.stride)],
+            [receive.from_block(0), 1, self.types.get(receive.nbytes, receive.stride)],
+        )
