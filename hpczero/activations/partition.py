@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.activations.form import Form
-from hpczero.activations.rests import Kept, Rest
+from hpczero.activations.store import Form, Kept, Rest
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError, TierError
 from hpczero.kernels.bits import digest_of_bits

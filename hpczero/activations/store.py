@@ -18,23 +18,211 @@ inputs of each in the order in which they came.
 
 from __future__ import annotations
 
+import math
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.activations.form import Form
-from hpczero.activations.rests import INPUTS, Kept, Rest, changed, version_of
 from hpczero.errors import TierError
+from hpczero.memory.buffers import Memory
 from hpczero.plan.offload import SPARE
 from hpczero.tier import Fetch, Place, Record, Tier
+
+# Form: how a tensor lies in memory, so that its copy lies in the same way.
+#
+# A kernel may round in another way where strides differ, or where memory begins elsewhere between two bounds of a cache
+# line. Recomputation would then not give the bits of the first forward. So a copy has both as the original had them.
+
+LINE = 64  # bytes; torch's memory begins at a multiple of it
+
+
+@dataclass(frozen=True)
+class Form:
+    """Of one tensor with memory of its own, or a view of some.
+
+    Attributes:
+        shape, stride, dtype: as torch has them.
+        offset: of its first byte behind a multiple of ``LINE``.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        """That of a dense or strided tensor."""
+        offset = tensor.data_ptr() % LINE
+        if offset % tensor.element_size():
+            offset = 0
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, offset)
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last, gaps between them included."""
+        if not math.prod(self.shape):
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Of ``span``."""
+        return self.span * self.dtype.itemsize
+
+    def raw(self, tensor: Tensor) -> Tensor:
+        """(nbytes,) uint8 view of a tensor of this form."""
+        with torch.no_grad():
+            return tensor.detach().as_strided((self.span,), (1,)).view(torch.uint8)
+
+    def memory(self, device: torch.device, room: int = 0) -> Tensor:
+        """(nbytes or ``room``, what is more) uint8, content undefined, that begins as the original did."""
+        whole = torch.empty(self.offset + max(self.nbytes, room), dtype=torch.uint8, device=device)
+        return whole[self.offset :]
+
+    def tensor(self, memory: Tensor) -> Tensor:
+        """A tensor over ``memory``, which ``memory`` has made; no view of another tensor."""
+        storage, item = memory.untyped_storage(), self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        with torch.no_grad():
+            return empty.set_(storage, memory.storage_offset() // item, self.shape, self.stride)
+
+    def lost(self, device: torch.device) -> Tensor:
+        """All NaN: what is computed from it shows that it is no result."""
+        tensor = self.tensor(self.memory(device))
+        with torch.no_grad():
+            return (
+                tensor.as_strided((self.span,), (1,))
+                .fill_(math.nan)
+                .as_strided(self.shape, self.stride)
+            )
+
+
+INPUTS = "block inputs"  # category of the ledger
+
+
+class Kept:
+    """An input that was given to a ``Rest``. Its room comes back after the last reference to it is gone.
+
+    Attributes:
+        form: of the tensor.
+        what: of the ``Rest`` that made it.
+    """
+
+    def __init__(self, form: Form, what: Any, dropped: deque[Any] | None = None) -> None:
+        """``dropped`` gets ``what`` in the end, on whatever thread and inside whatever call that is."""
+        self.form, self.what, self._dropped = form, what, dropped
+
+    def __del__(self) -> None:
+        if self._dropped is not None:
+            self._dropped.append(self.what)
+
+
+class Rest(ABC):
+    """Where inputs lie. Any thread may call it.
+
+    Attributes:
+        memory: ledger of the bytes held where blocks compute, staging left out.
+    """
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+
+    def begin(self, moving: str) -> None:
+        """A call of a block begins; ``moving``: which of its arguments will be kept, or why none can be.
+
+        Raises:
+            StepError: ranks that keep them together would not keep the same ones; on all of these ranks.
+        """
+        return
+
+    @abstractmethod
+    def keep(self, tensor: Tensor, call: int) -> Kept:
+        """Take over an input; returns before it is written.
+
+        Args:
+            tensor: whose values nobody changes until the next one is kept.
+            call: of which block it is, numbered as they come: its inputs are brought in the order in which they are
+                kept, and those of later calls before those of earlier ones.
+
+        Raises:
+            TierError: this is closed.
+        """
+
+    @abstractmethod
+    def bring(self, kept: Kept) -> Tensor:
+        """A tensor of the same values and the same form; any number of times.
+
+        Raises:
+            TierError: it could not be kept, or cannot be read.
+        """
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Take back the room of what nobody refers to any more; every other call does so too."""
+
+    def close(self) -> None:
+        """Give everything back."""
+        return
+
+
+class Here(Rest):
+    """On the device: the tensor itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._dropped: deque[int] = deque()
+
+    @override
+    def keep(self, tensor: Tensor, call: int) -> Kept:
+        self.collect()
+        kept = _Held(Form.of(tensor), tensor.nbytes, self._dropped)
+        kept.tensor = tensor.detach()
+        self.memory.add(INPUTS, tensor.nbytes)
+        return kept
+
+    @override
+    def bring(self, kept: Kept) -> Tensor:
+        self.collect()
+        assert isinstance(kept, _Held), "made by keep"
+        return kept.tensor
+
+    @override
+    def collect(self) -> None:
+        while self._dropped:
+            self.memory.add(INPUTS, -self._dropped.popleft())
+
+
+class _Held(Kept):
+    tensor: Tensor
+
+
+def version_of(tensor: Tensor) -> int:
+    """Version of ``tensor``; a tensor of inference mode has none, and cannot be changed where it counts."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def changed(tensor: Tensor, version: int) -> RuntimeError | None:
+    """What torch says of a saved tensor that was changed in place since."""
+    now = version_of(tensor)
+    if now == version:
+        return None
+    kind = f"{torch.typename(tensor)} {list(tensor.shape)}"
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: [input of a "
+        f"checkpointed block, {kind}] is at version {now}; expected version {version} instead"
+    )
+
 
 PART = "block input"
 
