@@ -20,13 +20,10 @@ if TYPE_CHECKING:
     from hpczero.plan.layout import ShardLayout
     from hpczero.plan.offload import Offload
     from hpczero.plan.precision import LossScale, Precision
-    from hpczero.zero.access import finish_update, full_gradients, gathered
-    from hpczero.zero.accumulation import accumulate
-    from hpczero.zero.drawing import RangeInitializer
-    from hpczero.zero.filling import loaded_later
-    from hpczero.zero.forward_methods import register_forward
+    from hpczero.zero.access import finish_update, full_gradients, gathered, register_forward
+    from hpczero.zero.accumulation import accumulate, read_later
+    from hpczero.zero.filling import RangeInitializer, loaded_later
     from hpczero.zero.full_state import full_state_dict
-    from hpczero.zero.numbers import read_later
     from hpczero.zero.sharding import Sharding
     from hpczero.zero.zeroify import (
         clip_grad_norm_,
@@ -50,7 +47,7 @@ _HOME = {
     "Pipeline": "hpczero.parallel.pipeline.runner",
     "Plan": "hpczero.plan",
     "Precision": "hpczero.plan.precision",
-    "RangeInitializer": "hpczero.zero.drawing",
+    "RangeInitializer": "hpczero.zero.filling",
     "ShardLayout": "hpczero.plan.layout",
     "Sharding": "hpczero.zero.sharding",
     "Stage": "hpczero.plan",
@@ -63,8 +60,8 @@ _HOME = {
     "gathered": "hpczero.zero.access",
     "loaded_later": "hpczero.zero.filling",
     "no_sync": "hpczero.zero.zeroify",
-    "read_later": "hpczero.zero.numbers",
-    "register_forward": "hpczero.zero.forward_methods",
+    "read_later": "hpczero.zero.accumulation",
+    "register_forward": "hpczero.zero.access",
     "release": "hpczero.zero.zeroify",
     "sharding": "hpczero.zero.zeroify",
     "zeroify": "hpczero.zero.zeroify",

@@ -41,7 +41,7 @@ from hpczero.errors import PlanError, TierError
 from hpczero.job.group import Group, unlike
 from hpczero.plan.offload import LEAST_NBYTES, MIB, Activations, Medium
 from hpczero.tier import DiskTier, Flow, HostTier, Tier
-from hpczero.zero.calls.untraced import untraced
+from hpczero.zero.calls.ways import untraced
 from hpczero.zero.sharding import KEY
 from hpczero.zero.zeroify import sharding
 

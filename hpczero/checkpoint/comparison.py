@@ -19,7 +19,7 @@ from hpczero.checkpoint.stage_buffers import Kept, named_buffers
 from hpczero.errors import CheckpointMismatch
 from hpczero.files.regular import shown
 from hpczero.zero.sharding import Sharding
-from hpczero.zero.update.optimizer_set import OptimizerSet
+from hpczero.zero.update.optimizers import OptimizerSet
 
 
 def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, int]:

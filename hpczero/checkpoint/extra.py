@@ -36,7 +36,7 @@ from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, Cor
 from hpczero.files.regular import parse_json
 from hpczero.job.group import unlike
 from hpczero.job.topology import Topology
-from hpczero.zero.units.module_buffers import bytes_of
+from hpczero.zero.buffers import bytes_of
 
 logger = logging.getLogger("hpczero.checkpoint")
 

@@ -49,8 +49,8 @@ from hpczero.checkpoint.snapshot import expand
 from hpczero.checkpoint.stage_buffers import buffers_of, named_buffers
 from hpczero.errors import CorruptCheckpoint, StepError, TierError
 from hpczero.job.topology import Topology
+from hpczero.zero.buffers import set_bytes
 from hpczero.zero.sharding import Sharding
-from hpczero.zero.units.module_buffers import set_bytes
 
 logger = logging.getLogger("hpczero.checkpoint")
 

@@ -41,8 +41,8 @@ from hpczero.checkpoint.stage_buffers import Kept, buffers_of, named_buffers, sp
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import shown
 from hpczero.options.environment import Environment
+from hpczero.zero.buffers import bytes_of
 from hpczero.zero.sharding import Sharding
-from hpczero.zero.units.module_buffers import bytes_of
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from hpczero.files.durable import Hidden, is_free
 from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product
 from hpczero.finetune.lowrank import CHILD, LowRank, merged
 from hpczero.finetune.peft_names import is_peft, saved_by_peft
-from hpczero.zero.full_state import StateByUnit
+from hpczero.zero.full_state import StateByUnit, is_whole
 from hpczero.zero.sharding import Sharding
-from hpczero.zero.whole_model import is_whole
 from hpczero.zero.zeroify import sharding
 
 WEIGHTS = "model.safetensors"

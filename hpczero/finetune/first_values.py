@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.finetune.lowrank import CHILD, draw
-from hpczero.zero.drawing import KnownValues, RangeInitializer
+from hpczero.zero.filling import KnownValues, RangeInitializer
 
 
 def first_values(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from hpczero.finetune.lowrank import LowRank
-from hpczero.zero.units.module_buffers import persistent_buffers
+from hpczero.zero.buffers import persistent_buffers
 
 
 def is_peft(model: nn.Module) -> bool:

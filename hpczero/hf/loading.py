@@ -30,7 +30,7 @@ from hpczero.hf.weights import FolderWeights
 from hpczero.job.group import unlike
 from hpczero.job.messages import hand_out
 from hpczero.job.topology import Topology
-from hpczero.zero.units.module_buffers import persistent_buffers
+from hpczero.zero.buffers import persistent_buffers
 
 logger = logging.getLogger("hpczero.hf")
 

@@ -1,7 +1,7 @@
 """FolderWeights: any range of any parameter of a model, from the files of its folder.
 
 Owns: reading no more than is asked for, and the cast to fp32. Must not know: MPI, units, stages. ``zeroify`` asks each
-rank for the elements of its own shard (``hpczero.zero.drawing.KnownValues``), so nobody holds the model.
+rank for the elements of its own shard (``hpczero.zero.filling.KnownValues``), so nobody holds the model.
 """
 
 from __future__ import annotations

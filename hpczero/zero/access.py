@@ -7,25 +7,84 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from functools import partial, update_wrapper
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpczero.errors import ConfigError, StepError, TierError
+from hpczero.errors import ConfigError, PlanError, StepError, TierError
 from hpczero.job.group import told_all
+from hpczero.job.mesh import DATA_SEQUENCE, DEGREES, MODEL
 from hpczero.job.messages import hand_out
+from hpczero.job.topology import Topology
+from hpczero.kernels.bits import digest_of_bits
 from hpczero.zero.calls.backward import next_node_number
-from hpczero.zero.modifiers import check_copies, root_of
-from hpczero.zero.overlaps import overlaps
+from hpczero.zero.full_state import WholeModel, is_whole
+from hpczero.zero.refusals import overlaps
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
-from hpczero.zero.whole_model import WholeModel, is_whole
 from hpczero.zero.zeroify import sharding
+
+# Modifiers: whose changes inside ``gathered`` become everybody's.
+#
+# One rank has changed a whole model. Where ranks hold parts, that rank's copy of the model lies on several, which are
+# ``topology.model_parallel`` of it. Each of these gives its part to the ranks that hold the same part.
+
+EXACT = 2**52 - 1  # what fp64 holds of a digest
+NAMED = 3  # parameters of a unit
+
+
+def root_of(topology: Topology, modifier_rank: int) -> int:
+    """Rank in ``topology.data_sequence`` of the one that gives its values to this rank. Not collective."""
+    wanted = topology.mesh.coordinates(modifier_rank)
+    places = [DEGREES.index(name) for name in DATA_SEQUENCE]
+    ranks = topology.mesh.members(topology.rank, *DATA_SEQUENCE)
+    coordinates = [topology.mesh.coordinates(rank) for rank in ranks]
+    return next(
+        index
+        for index, found in enumerate(coordinates)
+        if all(found[place] == wanted[place] for place in places)
+    )
+
+
+def check_copies(units: Sequence[Unit], topology: Topology, modifier_rank: int) -> None:
+    """Refuse changes that only some of the modifier's tensor ranks have made. Collective over world.
+
+    What all of them hold must be equal, and of a unit of parts all must have changed theirs or none: whoever changes a
+    parameter on one rank alone means all of it.
+
+    Raises:
+        StepError: on every rank; the message names a unit or parameter, and the ranks that must do the same.
+    """
+    if topology.tensor.size == 1:
+        return
+    named, mine = [], []
+    for unit in units:
+        held = ", ".join(repr(slot.name) for slot in unit.spec.layout.slots[:NAMED])
+        named.append(
+            f"one of {held} and so on" if len(unit.parameters) > NAMED else f"one of {held}"
+        )
+        mine.append(float(unit.whole.was_modified()))
+        for place in unit.spec.kept:
+            named.append(f"parameter {unit.spec.layout.slots[place].name!r}")
+            value = unit.parameters[place].detach().contiguous().clone()
+            mine.append(float(int(digest_of_bits(value.view(-1))) & EXACT))
+    found = topology.tensor.share(np.array(mine))
+    odd = np.flatnonzero((found != found[0]).any(axis=0)).tolist()
+    ranks = topology.mesh.members(modifier_rank, *MODEL)
+    with topology.agreed("keep what was changed inside gathered"):
+        if odd and topology.rank in ranks:
+            raise StepError(
+                f"rank {topology.rank}: {named[odd[-1]]} was changed inside gathered(modifier_rank={modifier_rank}) by "
+                "some of the ranks that share its layers (mesh: tensor) and not by the others, or otherwise; expected "
+                f"the same change on each of ranks {list(ranks)}, which hold this copy of the model: of what a rank "
+                "holds whole the same values, of what is split its own part"
+            )
 
 
 @contextmanager
@@ -237,3 +296,103 @@ def _gradients(state: Sharding) -> Iterator[dict[str, Tensor]]:
             )
             hand_out(state.topology.world, value.numpy())
         yield found
+
+
+# Methods other than ``forward`` that use a model's parameters: ``encode``, ``get_text_features``, ``generate``.
+#
+# Hooks run when a module is called, and not when a method of it is. A registered method counts as a call of its module.
+
+
+def register_forward(model: nn.Module, name: str) -> None:
+    """Allow calls of ``model.NAME(...)``, which then work as ``model(...)`` does, in training too. Not collective.
+
+    Such a call is collective at stage 3, as a forward is. In half precision, arguments and results of a method of the
+    model itself are cast, as those of its forward.
+
+    Args:
+        model: zeroified.
+        name: name of a method, with a dotted path if it belongs to a submodule: ``"text_model.encode"``.
+
+    Raises:
+        ConfigError: there is no such method.
+        PlanError: the model was not zeroified.
+
+    Source: issue 15; torch offers the same for FSDP2 (``register_fsdp_forward_method``).
+    """
+    state = sharding(model)
+    path, _, last = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+        method = getattr(module, last)
+    except AttributeError:
+        method = None
+    if not callable(method) or last == "forward":
+        raise ConfigError(
+            f"register_forward: got {name!r}, expected a method of {type(model).__name__} other than forward, or "
+            "'submodule.method'"
+        )
+    if isinstance(method, _Registered):
+        return
+    state.registered.append((module, last, module.__dict__.get(last)))
+    module.__dict__[last] = _Registered(state, _owner(model, path), method, casts=module is model)
+
+
+class _Registered:
+    """A method whose call counts as one of the module with hooks around it."""
+
+    def __init__(
+        self, state: Sharding, owner: nn.Module, method: Callable[..., Any], *, casts: bool
+    ) -> None:
+        """Wrap a method.
+
+        Args:
+            state: of the model.
+            owner: the module that the method counts for.
+            method: the bound method.
+            casts: whether arguments and results are cast, as those of the model's own forward.
+        """
+        update_wrapper(self, method)
+        self._state, self._owner, self._method, self._casts = state, owner, method, casts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        state = self._state
+        assert state.schedule is not None, "zeroify attaches the schedule"
+        assert state.casting is not None, "zeroify attaches the casts"
+        assert state.surroundings is not None, "zeroify attaches them"
+        state.surroundings.look(self._owner)
+        with state.schedule.call(self._owner, args, kwargs) as results:
+            if not self._casts:
+                state.casting.check_inside(f"method {self._method.__name__!r} of a part")
+            call = partial(state.casting.call, self._method) if self._casts else self._run
+            results.append(call(args, kwargs))
+        return results[0]
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._method(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce_ex__(4)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied: a copy of the module would run the original's method.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            f"a module whose method {self._method.__name__!r} was registered by hpczero.register_forward cannot be "
+            "copied or pickled; copy it before that, or after hpczero.release(model)"
+        )
+
+
+def _owner(model: nn.Module, path: str) -> nn.Module:
+    """The innermost module with hooks that holds the module at ``path``, or is that module."""
+    schedule = sharding(model).schedule
+    assert schedule is not None, "zeroify attaches the schedule"
+    parts = path.split(".") if path else []
+    for length in range(len(parts), 0, -1):
+        module = model.get_submodule(".".join(parts[:length]))
+        if module in schedule.modules:
+            return module
+    return model

@@ -11,18 +11,32 @@ from pathlib import Path
 
 from hpczero.accelerator import Accelerator
 from hpczero.errors import PlanError
+from hpczero.job.topology import Topology
 from hpczero.memory.buffers import CPU, DTYPES
 from hpczero.plan import Plan
 from hpczero.plan.offload import Offload
 from hpczero.plan.offloaded import ITEM, OffloadedPlan, windows_of
 from hpczero.tier import DiskTier, HostTier, InPlaceTier, Tier
-from hpczero.zero.units.away_shard import GRADIENT, VALUES, Away, AwayShard, Store
-from hpczero.zero.units.mirrored import MirroredShard
-from hpczero.zero.units.near import Ascent
+from hpczero.zero.units.away import MirroredShard
+from hpczero.zero.units.away_shard import GRADIENT, VALUES, Ascent, Away, AwayShard, Store
 from hpczero.zero.update.away_states import state_names
 from hpczero.zero.update.host_update import leaves_choice
-from hpczero.zero.update.optimizer_set import OptimizerSet
+from hpczero.zero.update.optimizers import OptimizerSet
 from hpczero.zero.update.parts import method_behind
+
+
+def need(offloaded: OffloadedPlan, topology: Topology) -> str:
+    """What the plan takes, for a program whose memory runs out; without what its transport lets ranks share."""
+    plan, memory = offloaded.plan, offloaded.memory()
+    held, buffers = memory.states / 1e9, (memory.unsharded + memory.exchange) / 1e9
+    return (
+        f"{plan.numel:,} parameters at stage {int(plan.stage)} on {topology.size} rank(s) take {held:,.2f} GB per rank "
+        f"with Adam, {buffers:,.2f} GB of buffers in a step, and the activations of the model; take a higher stage, "
+        "more ranks on more nodes or smaller batches: `python -m hpczero.plan --memory GB_OF_A_RANK --ranks "
+        f"{topology.size} --ranks-per-node {topology.local_size} --precision {plan.precision.param} --layers ... "
+        "--hidden ...` says what fits"
+    )
+
 
 logger = logging.getLogger("hpczero.offload")
 

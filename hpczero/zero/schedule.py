@@ -16,26 +16,179 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
+from hpczero.comm.collectives import Collectives
+from hpczero.errors import StepError
 from hpczero.zero.backward_schedule import BackwardSchedule, Unfrozen
-from hpczero.zero.calls.backward import (
-    Call,
-    Gradients,
-    current_task,
-    next_node_number,
-)
-from hpczero.zero.calls.left import LeftForward
-from hpczero.zero.calls.surroundings import refuse_mutation
+from hpczero.zero.calls.backward import Call, Gradients, current_task, next_node_number
 from hpczero.zero.calls.tensors import Attributes, TooMany
-from hpczero.zero.calls.untraced import unseen
-from hpczero.zero.calls.ways import Ways, inside
+from hpczero.zero.calls.ways import Ways, inside, unseen, untraced
 from hpczero.zero.residence import Residence
 from hpczero.zero.units.unit import Unit
+
+# A forward that an exception has left.
+#
+# The program may catch the exception and call the model again. Where all ranks do, as after memory ran out on all of
+# them, nothing is lost. Where one does, its next call is another than that of the others, and ``comm.Order`` stops it.
+
+NEAR = 8  # frames between a hook and torch's call of it
+
+
+class LeftForward:
+    """Of the forwards of one model. Not collective."""
+
+    def __init__(self, comm: Collectives) -> None:
+        """Not collective."""
+        self._comm = comm
+        self._runs = self._was_left = False
+        self._begun_at = 0  # fingerprint
+        self._frame: FrameType | None = None  # of the call of the model, where torch makes it
+        self._handled: BaseException | None = None
+
+    def number(self) -> None:
+        """Count one that begins, for who exchanges activations in it. Not collective."""
+        self._comm.group.forwards.begin()
+
+    def is_lost(self) -> bool:
+        """Whether the forward that was begun last was left without ``end``. Not collective.
+
+        No hook hears of what is no ``Exception``, as KeyboardInterrupt.
+        """
+        if not self._runs or self._frame is None or _is_on_stack(self._frame):
+            return False
+        self._runs, self._was_left = False, self._comm.calls.fingerprint != self._begun_at
+        return True
+
+    def begin(self) -> bool:
+        """A forward begins.
+
+        Returns:
+            Whether one was left after a collective: ranks may have come to different units in it.
+        """
+        left, self._was_left = self._was_left, False
+        if not self._runs:  # else it is the model that calls itself
+            self._frame = _frame_of_call()
+        self._runs = True
+        self._begun_at = self._comm.calls.fingerprint
+        self._handled = sys.exc_info()[1]  # the program's: it calls the model while it handles it
+        return left
+
+    def end(self) -> None:
+        """It has ended, or an exception is leaving it. Not collective."""
+        error, handled = sys.exc_info()[1], self._handled
+        if error is not None and error is not handled and not getattr(error, "agreed", False):
+            self._was_left = self._comm.calls.fingerprint != self._begun_at
+        self._runs, self._handled, self._frame = False, None, None
+
+
+def _frame_of_call() -> FrameType | None:
+    """Frame of torch's own that lasts as long as the call of the module whose hook runs; None where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(NEAR):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_code.co_name == "_call_impl":
+            return frame
+    return None
+
+
+def _is_on_stack(frame: FrameType) -> bool:
+    seen: FrameType | None = sys._getframe(1)
+    while seen is not None and seen is not frame:
+        seen = seen.f_back
+    return seen is frame
+
+
+# What surrounds a call of a zeroified model: autocast, transforms of ``torch.func``, forward-mode derivatives.
+#
+# ``torch.autocast`` keeps the casts of weights until its outermost block ends, with the graph they came from. In a
+# block around several steps the next forward would use the weights of before the step, and its gradients would arrive
+# through the earlier forward. Every forward of the model, and the step, therefore forget them. If no graph needs them,
+# every module with hooks does, so that the casts of a model never lie in memory together.
+
+
+class Surroundings:
+    """Forward pre-hooks on the model and on every module that has hooks of the schedule."""
+
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module]) -> None:
+        """Register the hooks, after those of the schedule, so that they run first."""
+        self._model = model
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self.look, prepend=True) for module in modules
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @untraced
+    def look(self, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
+        """Look around before a call of ``module``.
+
+        Raises:
+            StepError: as ``refuse_transforms``; or ``torch.jit.trace`` records the call.
+        """
+        if torch._C._get_tracing_state() is not None:
+            raise StepError(
+                f"{type(module).__name__} of a zeroified model was called by torch.jit.trace, which would record "
+                "parameters without the hooks that gather them. Trace a plain model that has loaded "
+                "hpczero.full_state_dict(model); torch.compile works on zeroified ones"
+            )
+        recomputing = torch._C._current_graph_task_id() != -1
+        if not recomputing and (module is self._model or not torch.is_grad_enabled()):
+            torch.clear_autocast_cache()
+        refuse_transforms(module)
+
+
+def refuse_transforms(module: nn.Module) -> None:
+    """Refuse derivatives that would bypass the hooks that gather, capture and reduce.
+
+    Raises:
+        StepError: the message says which calls work instead.
+    """
+    if torch._C._are_functorch_transforms_active():
+        kinds = {str(level.key()).rpartition(".")[2] for level in _transforms()}
+        if kinds != {"Vmap"} or torch.is_grad_enabled():
+            raise StepError(
+                f"{type(module).__name__} was called inside a transform of torch.func ({', '.join(sorted(kinds))}), "
+                "which takes derivatives past the hooks of a zeroified model. Use loss.backward(), torch.autograd.grad "
+                "with respect to inputs, or torch.autograd.functional.jacobian; torch.func.vmap works under "
+                "torch.no_grad()"
+            )
+    if forward_ad._current_level >= 0 and torch.is_grad_enabled():
+        raise StepError(
+            f"{type(module).__name__} was called inside torch.autograd.forward_ad.dual_level() with gradients enabled, "
+            "and the hooks of a zeroified model have no forward derivative; call it under torch.no_grad(), where "
+            "tangents with respect to inputs are right"
+        )
+
+
+def refuse_mutation(module: nn.Module) -> None:
+    """Refuse a mode in which autograd keeps saved tensors by their memory: that of sharded parameters is given back.
+
+    Raises:
+        StepError: the message says what to do.
+    """
+    if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled and torch.is_grad_enabled():
+        raise StepError(
+            f"{type(module).__name__} was called inside torch.autograd.graph.allow_mutation_on_saved_tensors(), which "
+            "needs the memory of parameters that a model at stage 3 gives back between uses. Leave it out and change "
+            "a clone of the saved tensor, or train at stage 2"
+        )
+
+
+def _transforms() -> list[Any]:
+    stack = torch._C._functorch.get_interpreter_stack()
+    return list(stack or ())
+
 
 # transformers (5.23) asks its modules for this before a rank leaves a layer out, or ends a text before the others: with
 # parameters that are gathered together, as with FSDP and ZeRO-3, every rank must run every layer.

@@ -22,26 +22,22 @@ from hpczero.memory.buffers import DTYPES, Memory
 from hpczero.plan import Plan, UnitSpec
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import LossScaler
-from hpczero.zero.attachment import Attachment
+from hpczero.zero.attachment import Attachment, Seal, Zeroing
+from hpczero.zero.buffers import SharedBuffers
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.casting import Casting
-from hpczero.zero.calls.left import LeftForward
-from hpczero.zero.calls.seal import Seal
-from hpczero.zero.calls.surroundings import Surroundings
 from hpczero.zero.refusals import IGNORED_BY_DDP, NotForDDP
-from hpczero.zero.schedule import Schedule, answer_transformers
-from hpczero.zero.shared_buffers import SharedBuffers
+from hpczero.zero.schedule import LeftForward, Schedule, Surroundings, answer_transformers
 from hpczero.zero.unfreezing import Unfreezing
 from hpczero.zero.units.away_shard import GRADIENT, NOTHING_AWAY, Away
 from hpczero.zero.units.reducer import ExactReducer, PartialReducer, Reducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.coded import CodedUpdate
-from hpczero.zero.update.optimizer_set import OptimizerSet
 from hpczero.zero.update.optimizer_state import OptimizerState
+from hpczero.zero.update.optimizers import OptimizerSet
 from hpczero.zero.update.stepper import point_at_shards
 from hpczero.zero.update.update import ModelSide, Step
-from hpczero.zero.zeroing import Zeroing
 
 if TYPE_CHECKING:
     from hpczero.zero.averages import Average

@@ -33,8 +33,7 @@ from hpczero.plan.placement import part_of
 from hpczero.zero.refusals import check_embeddings
 from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.optimizer_set import OptimizerSet
-from hpczero.zero.update.optimizers import add_to_group
+from hpczero.zero.update.optimizers import OptimizerSet, add_to_group
 
 if TYPE_CHECKING:
     from hpczero.zero.sharding import Sharding

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -23,30 +25,103 @@ from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
 from hpczero.bridge import init_by_default
 from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.errors import ConfigError, PlanError, explain_exhaustion
+from hpczero.job.mesh import DATA_SEQUENCE
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
 from hpczero.memory.pages import give_back_freed_memory, keep_freed_memory
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms
 from hpczero.plan import Plan, Stage
+from hpczero.plan.layout import Codec
 from hpczero.plan.offload import Offload
 from hpczero.plan.offloaded import ADAM_STATES, OffloadedPlan
 from hpczero.plan.placement import part_of
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
-from hpczero.zero.drawing import KnownValues, bind
-from hpczero.zero.filling import Initializer, fill, loaded_later, way_of
-from hpczero.zero.need import need
-from hpczero.zero.offloading import open_away, parts_of, tell
-from hpczero.zero.quantizing import codec_of
+from hpczero.zero.buffers import persistent_buffers
+from hpczero.zero.filling import Initializer, KnownValues, bind, fill, loaded_later, way_of
+from hpczero.zero.offloading import need, open_away, parts_of, tell
 from hpczero.zero.refusals import check_degrees, check_gradients, check_modules, check_part
-from hpczero.zero.same_plan import check_equal_plans
 from hpczero.zero.sharding import KEY, Sharding
 from hpczero.zero.units.away_shard import NOTHING_AWAY
-from hpczero.zero.units.module_buffers import persistent_buffers
-from hpczero.zero.update.optimizer_set import OptimizerSet
-from hpczero.zero.update.whole_rules import check_uncut
+from hpczero.zero.update.optimizers import OptimizerSet, check_uncut
+
+
+def codec_of(
+    quantize: str | None, stage: Stage, topology: Topology, *, secondary: bool
+) -> Codec | None:
+    """The form by its name; None for the parameters' own dtype.
+
+    Raises:
+        ConfigError: there is no such form.
+        PlanError: parameters stay whole, are cut in two ways, or nodes keep a copy; says what to do.
+    """
+    codec = Codec.of(quantize)
+    if codec is None:
+        return None
+    if not stage.shards_parameters:
+        raise PlanError(
+            f"quantize: stage {int(stage)} keeps parameters whole, and codes are for sharded ones; use stage=3, or "
+            "leave it out"
+        )
+    if topology.tensor.size > 1:
+        raise PlanError(
+            f"quantize: {topology.tensor.size} tensor ranks have parts of each matrix, whose blocks would not be those "
+            "of the whole; use a mesh without tensor parallelism, or leave it out"
+        )
+    if secondary:
+        raise PlanError(
+            "quantize: with secondary=True nodes keep gathered parameters, and codes are not kept so; leave one of the "
+            "two out"
+        )
+    return codec
+
+
+COMMON = 4  # the first decisions, which tensor ranks and stages have in common too
+
+
+def check_equal_plans(
+    plan: Plan,
+    model: nn.Module,
+    optimizers: OptimizerSet,
+    topology: Topology,
+    away: Sequence[str],
+    way: str,
+) -> None:
+    """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart.
+
+    Parts of a model differ between tensor ranks and stages; they have the stage and the precision in common, and the
+    way to first values.
+    """
+    buffers = [(tuple(buffer.shape), buffer.dtype) for buffer in persistent_buffers(model).values()]
+    decisions = {
+        "the stage": plan.stage,
+        "the precision": plan.precision,
+        "the number of optimizers": len(optimizers),
+        "initialize": way,
+        "parameters, their order, or the units that a rule makes of them": plan.units,
+        "buffers": buffers,
+        "the optimizer or its groups": optimizers.describe(),
+        "offload": away,
+    }
+    mine = np.array([float(zlib.crc32(repr(value).encode())) for value in decisions.values()])
+    plans = topology.data_sequence.share(mine)
+    ranks = topology.mesh.members(topology.rank, *DATA_SEQUENCE)
+    odd = {rank for rank, other in zip(ranks, plans, strict=True) if (other != plans[0]).any()}
+    parts = topology.world.share(mine[:COMMON])
+    odd |= {rank for rank, other in enumerate(parts) if (other != parts[0]).any()}
+    unequal = (plans != plans[0]).any(axis=0)
+    unequal[:COMMON] |= (parts != parts[0]).any(axis=0)
+    with topology.agreed("agree on the plan"):
+        if odd:
+            names = [name for name, differs in zip(decisions, unequal, strict=True) if differs]
+            raise PlanError(
+                f"rank(s) {sorted(odd)[:8]} built another model, optimizer, stage or precision than rank {ranks[0]}, "
+                f"or has another kind of initialize. What differs: {'; '.join(names) or 'see the other ranks'}. Every "
+                "rank must build the same"
+            )
+
 
 MISSING: Any = object()  # as under FSDP, whose optimizer is made afterwards
 

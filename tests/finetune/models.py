@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hpczero import finetune
-from hpczero.kernels.blockwise import decode, encode
 from hpczero.plan.layout import Codec
+from hpczero.zero.units.encoded import decode, encode
 from tests.equality.reference import tree_sum
 from tests.helpers.small_models import tiny_gpt, tiny_tokens
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero.kernels.blockwise import NF4, decode, encode
 from hpczero.plan.layout import Codec
+from hpczero.zero.units.encoded import NF4, decode, encode
 
 BLOCK = 64
 CODECS = pytest.mark.parametrize("codec", [Codec("int8"), Codec("nf4")], ids=lambda c: c.name)

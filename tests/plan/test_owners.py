@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpczero.plan.owners import owners_of, rounds_of, work_of
+from hpczero.zero.update.whole import owners_of, rounds_of, work_of
 
 SHAPES = st.lists(
     st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=20

@@ -20,7 +20,7 @@ from hpczero.errors import PlanError, StepError, TierError
 from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.tier import InPlaceTier
 from hpczero.tier.host import Opening
-from hpczero.zero.units import near
+from hpczero.zero.units import away_shard
 from tests.checkpoint.programs import state_digests
 from tests.helpers import late
 from tests.helpers.late import LateAccelerator
@@ -133,7 +133,7 @@ def test_the_late_twin_sees_a_wait_that_is_missing(
     options = {"stage": 2, "precision": "bf16"}
     kept = trained(topology, MAKERS["AdamW fused"], **options)
     if what == "arrival of values":
-        monkeypatch.setattr(near.SentNear, "settle", lambda self: None)
+        monkeypatch.setattr(away_shard.SentNear, "settle", lambda self: None)
     else:
         monkeypatch.setattr(Opening, "wait", lambda self: self._staged)
     found = trained(topology, MAKERS["AdamW fused"], offload=host(2), **options)

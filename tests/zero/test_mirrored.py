@@ -19,8 +19,8 @@ from hpczero.errors import StepError, TierError
 from hpczero.plan.precision import LossScale
 from hpczero.tier import StagedTier
 from hpczero.zero.sharding import Sharding
+from hpczero.zero.units.away import MirroredRest
 from hpczero.zero.units.away_shard import MIRROR, SPARE, VALUES
-from hpczero.zero.units.mirrored import MirroredRest
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import (

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpczero.zero.overlaps import overlaps
+from hpczero.zero.refusals import overlaps
 
 
 def _bytes(tensor: Tensor) -> list[int]:

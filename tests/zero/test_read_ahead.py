@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hpczero.zero.calls.read_ahead import ReadAhead
+from hpczero.zero.residence import ReadAhead
 
 
 class Units:

@@ -24,9 +24,9 @@ from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.range_check import check_range
 from hpczero.checkpoint.stage_buffers import Kept, buffers_of
 from hpczero.errors import CheckpointMismatch
+from hpczero.zero.buffers import persistent_buffers
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.away_shard import VALUES
-from hpczero.zero.units.module_buffers import persistent_buffers
 from hpczero.zero.zeroify import sharding as sharding_of
 
 logger = logging.getLogger("hpczero.checkpoint")

@@ -28,8 +28,7 @@ from hpczero.parallel.pipeline.passing import Arrived, of_mean, to_send
 from hpczero.parallel.pipeline.simulate import Simulation, simulate
 from hpczero.parallel.pipeline.stages import stage_of
 from hpczero.parallel.pipeline.ties import Ties
-from hpczero.zero.accumulation import counted
-from hpczero.zero.numbers import read_later
+from hpczero.zero.accumulation import counted, read_later
 from hpczero.zero.zeroify import sharding
 
 REDUCE = ("once", "each")

@@ -28,7 +28,7 @@ from torch.autograd import Function
 
 from hpczero.comm.sums import Sums
 from hpczero.errors import StepError
-from hpczero.zero.calls.untraced import untraced
+from hpczero.zero.calls.ways import untraced
 
 
 class _Kind(NamedTuple):

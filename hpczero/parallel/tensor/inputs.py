@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from hpczero.comm.sums import Sums
 from hpczero.parallel.tensor.functions import compare
 from hpczero.plan.placement import part_of
-from hpczero.zero.calls.untraced import untraced
+from hpczero.zero.calls.ways import untraced
 
 
 @untraced

@@ -25,7 +25,7 @@ from torch.autograd import Function, forward_ad
 
 from hpczero.comm.sums import Sums
 from hpczero.parallel.tensor.functions import compare, leave
-from hpczero.zero.calls.untraced import untraced
+from hpczero.zero.calls.ways import untraced
 
 # Logits per piece, on the host and on a device, as in models/gpt.py.
 PIECE_NUMEL, DEVICE_PIECE_NUMEL = 2**24, 2**28

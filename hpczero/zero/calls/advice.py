@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.job.topology import Topology
 from hpczero.zero.calls.backward import current_task
-from hpczero.zero.calls.untraced import untraced
+from hpczero.zero.calls.ways import untraced
 
 logger = logging.getLogger("hpczero.advice")
 

@@ -6,20 +6,38 @@ Owns: when they have memory. Must not know: units' verbs, optimizers, windows, m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import squares
-from hpczero.memory.buffers import Memory
+from hpczero.memory.buffers import DTYPES, Memory, lasting
+from hpczero.plan import Stage
+from hpczero.plan.layout import ShardLayout
 from hpczero.plan.offloaded import ITEM
+from hpczero.plan.precision import Precision
 from hpczero.tier import Staged
-from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard, floats
-from hpczero.zero.units.near import Near
-from hpczero.zero.units.rest import same_place
+from hpczero.zero.units.away_shard import (
+    GRADIENT,
+    MIRROR,
+    SPARE,
+    VALUES,
+    AwayShard,
+    GradientRest,
+    Near,
+    ResidentGradient,
+    ResidentRest,
+    Rest,
+    SentNear,
+    floats,
+    same_place,
+)
+from hpczero.zero.units.whole import WholeParameters
 
 
 def empty(tensor: Tensor) -> None:
@@ -239,3 +257,131 @@ def check_at_hand(piece: Tensor) -> None:
             "between steps. Norms and clipping work through hpczero.clip_grad_norm_; values are whole inside "
             "`with hpczero.gathered(model):`; or leave it on the device"
         )
+
+
+# Mirrored: values in half precision that rest on a tier beside the fp32 ones, so that passes read half of the bytes.
+#
+#     pass    [ mirror ]                            where fp32 values would be read and cast
+#     step    [ values | gradient | state ] in, [ values | state | mirror ] out
+#
+# The copy is what a cast of a window's values gives, bit for bit. It leaves memory in the same write as they do: either
+# both are new or the write has failed for both.
+
+
+class MirroredShard(AwayShard):
+    """A shard whose mirror is made anew with its values, and forgotten with them."""
+
+    @override
+    def write_window(self, index: int, part: str, values: Tensor) -> None:
+        if part != VALUES:
+            super().write_window(index, part, values)
+            return
+        place, tier = self.places[index], self.store.tier
+        self.store.forget([place])
+        self.store.make_room(SPARE)
+        staged = tier.fetch(place, [], fresh=[VALUES, MIRROR]).wait()
+        with torch.no_grad():
+            floats(staged, VALUES).copy_(values)
+        mirrored(staged, self.dtype_of(MIRROR))
+        tier.evict(staged, [VALUES, MIRROR])
+
+    @override
+    def read(self, part: str, into: Tensor) -> None:
+        """A step that was cut off has windows whose values have no mirror any more; then values are read."""
+        bare = any(VALUES in place.known and MIRROR not in place.known for place in self.places)
+        super().read(VALUES if part == MIRROR and bare else part, into)
+
+    @override
+    def drop(self, parts: Iterable[str]) -> None:
+        dropped = list(parts)
+        super().drop([*dropped, *([MIRROR] if VALUES in dropped else [])])
+
+
+class MirroredRest(AwayRest):
+    """Values that rest on the tier, and are read in the dtype of the parameters; a Rest."""
+
+    def __init__(self, tensor: Tensor, shard: MirroredShard, *, memory: Memory) -> None:
+        """As of ``AwayRest``, without a copy in memory."""
+        super().__init__(tensor, shard, memory=memory)
+
+    @override
+    def start(self) -> None:
+        self.shard.start(MIRROR)
+
+    @override
+    def read(self, into: Tensor) -> None:
+        """From the mirror where ``into`` has its dtype."""
+        self.shard.read(MIRROR if into.dtype is self.shard.mirror else VALUES, into)
+
+    @override
+    def stepped(self, window: range, staged: Staged) -> list[str]:
+        mirrored(staged, self.shard.dtype_of(MIRROR))
+        return [MIRROR]
+
+
+def mirrored(staged: Staged, dtype: torch.dtype) -> Tensor:
+    """(elements,) ``MIRROR`` of what is staged, made from its values."""
+    mirror = staged[MIRROR].view(dtype)
+    with torch.no_grad():
+        mirror.copy_(floats(staged, VALUES))
+    return mirror
+
+
+def new_master(
+    numel: int, owned: slice, whole: WholeParameters, precision: Precision, comm: Collectives
+) -> Tensor:
+    """(numel,) fp32 in memory: what is optimised where it does not rest elsewhere.
+
+    Args:
+        numel: elements of ``owned``.
+        owned: of the whole buffer.
+        whole: in fp32 the master is a part of its buffer where that lasts.
+        precision: whether there are masters beside the parameters.
+        comm: the transport, for memory.
+    """
+    if precision.has_masters or not whole.lasts:
+        category = "master" if precision.has_masters else "parameters"
+        return comm.allocate(numel, torch.float32, category=category).tensor
+    return whole.flat[owned]
+
+
+def keeps_values(away: AwayShard | None) -> bool:
+    """Whether masters are on the tier."""
+    return away is not None and VALUES in away.parts
+
+
+def rest_of_values(
+    master: Tensor,
+    away: AwayShard | None,
+    whole: WholeParameters,
+    precision: Precision,
+    comm: Collectives,
+) -> Rest:
+    """Where ``master`` rests; it is emptied where that is not in memory."""
+    if away is None or not keeps_values(away):
+        return ResidentRest(master)
+    if isinstance(away, MirroredShard):
+        return MirroredRest(master, away, memory=comm.memory)
+    copy = None
+    if whole.lasts:
+        copy = whole.flat[whole.mine]
+    elif away.near:
+        dtype = DTYPES[precision.param]
+        copy = comm.allocate(master.numel(), dtype, category="parameters").tensor
+    near = None
+    if copy is not None:
+        ascent = away.store.ascent
+        near = Near(copy) if ascent is None else SentNear(copy, ascent)
+    return AwayRest(master, away, memory=comm.memory, near=near)
+
+
+def rest_of_gradient(
+    layout: ShardLayout, away: AwayShard | None, stage: Stage, comm: Collectives
+) -> GradientRest:
+    """Where the mean gradient of a unit rests."""
+    if away is not None and GRADIENT in away.parts:
+        landing = lasting(layout.shard_numel, torch.float32, comm.device)
+        owned = len(layout.shard_range(comm.group.index))
+        return AwayGradient(landing, away, owned, memory=comm.memory)
+    numel = layout.shard_numel if stage.shards_optimizer else layout.padded_numel
+    return ResidentGradient(numel, memory=comm.memory, device=comm.device)

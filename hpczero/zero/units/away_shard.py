@@ -17,16 +17,262 @@ import itertools
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hpczero.accelerator import Accelerator, Mark
 from hpczero.errors import TierError
+from hpczero.memory.buffers import Fresh, Memory
 from hpczero.plan.offloaded import ITEM
-from hpczero.tier import Fetch, Place, Record, Staged, Tier
-from hpczero.zero.units.near import Ascent
+from hpczero.tier import Fetch, Place, Record, Staged, Tier, Traffic
+
+# Rest: where what this rank keeps of one unit, values and mean gradient, lies between uses.
+#
+# A unit asks for its values in four ways: it copies them out, replaces them, works on them where they are, and says
+# ahead of time that it will want them. Where they lie meanwhile is nobody's business (issue 17, seam S2). A gradient is
+# made in backward, and gone after the step.
+
+
+class Rest(Protocol):
+    """The values of one unit on this rank; nothing here is collective.
+
+    Attributes:
+        tensor: (numel,) what views are made of; only inside ``at_hand`` they can be read.
+    """
+
+    tensor: Tensor
+
+    def start(self) -> None:
+        """Begin to bring the values, which will be read soon; ``read`` brings them too."""
+        ...
+
+    def read(self, into: Tensor) -> None:
+        """Copy the values to ``into``, (numel,) of any floating dtype."""
+        ...
+
+    def write(self, values: Tensor) -> None:
+        """Replace the values by ``values``, (numel,) of any floating dtype."""
+        ...
+
+    def at_hand(
+        self, *, changes: bool = False, anew: bool = False
+    ) -> AbstractContextManager[Tensor]:
+        """The values in memory, (numel,), to be read inside, and written with ``changes``.
+
+        With ``anew`` all of them are written inside; before that they may be zero.
+        """
+        ...
+
+
+class ResidentRest:
+    """Values in a tensor of this rank's, always at hand."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """``tensor``: (numel,), which may be a part of the buffer that whole parameters are views of."""
+        self.tensor = tensor
+
+    def start(self) -> None:
+        """Nothing to bring."""
+
+    def read(self, into: Tensor) -> None:
+        """Nothing where ``into`` is that very place."""
+        if not same_place(self.tensor, into):
+            with torch.no_grad():
+                into.copy_(self.tensor)
+
+    def write(self, values: Tensor) -> None:
+        """In place."""
+        if not same_place(self.tensor, values):
+            with torch.no_grad():
+                self.tensor.copy_(values)
+
+    @contextmanager
+    def at_hand(self, *, changes: bool = False, anew: bool = False) -> Iterator[Tensor]:
+        """The tensor itself."""
+        yield self.tensor
+
+
+class GradientRest(Protocol):
+    """The mean gradient of one unit on this rank; nothing here is collective.
+
+    Attributes:
+        tensor: (numel,) fp32; has memory from ``take`` to ``put_away``, and inside ``at_hand``.
+        version: another number where the gradient may have changed.
+        resident: it has memory all the time.
+        squares: sums of squares of its parts, as ``norm.squares`` has them, where they are known; None elsewhere.
+        failure: why it is not what was reduced, on this rank alone; None where it is.
+    """
+
+    resident: bool
+
+    @property
+    def failure(self) -> TierError | None:
+        """See the attributes."""
+        ...
+
+    @property
+    def tensor(self) -> Tensor:
+        """See the attributes."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """See the attributes."""
+        ...
+
+    @property
+    def squares(self) -> list[float] | None:
+        """See the attributes."""
+        ...
+
+    def take(self) -> None:
+        """Memory for it; a gradient that was put away is in it again, else the content is undefined."""
+        ...
+
+    def put_away(self) -> None:
+        """Nobody works on it before the next ``take`` or ``at_hand``."""
+        ...
+
+    def drop(self) -> None:
+        """Forget it."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply what was put away."""
+        ...
+
+    def at_hand(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
+        """``tensor`` in memory, to be read inside, and written with ``changes``."""
+        ...
+
+
+class ResidentGradient:
+    """A gradient in memory that is taken anew for every step; whoever still points at an old one keeps it."""
+
+    resident = True
+    squares = None
+    failure = None
+
+    def __init__(self, numel: int, *, memory: Memory, device: torch.device) -> None:
+        """Not held: while activations are at their most, in forward, there are no gradients yet."""
+        self._fresh = Fresh(
+            numel, torch.float32, memory=memory, category="gradients", device=device
+        )
+
+    @property
+    def tensor(self) -> Tensor:
+        """Of this step."""
+        return self._fresh.tensor
+
+    @property
+    def version(self) -> int:
+        """Of the tensor."""
+        return self._fresh.tensor._version
+
+    def take(self) -> None:
+        """Nothing where it is there."""
+        self._fresh.take()
+
+    def put_away(self) -> None:
+        """It stays."""
+
+    def drop(self) -> None:
+        """This rank lets go of it."""
+        self._fresh.drop()
+
+    def scale(self, factor: float) -> None:
+        """In place."""
+        self._fresh.tensor.mul_(factor)
+
+    @contextmanager
+    def at_hand(self, *, changes: bool = False) -> Iterator[Tensor]:
+        """The tensor itself."""
+        yield self._fresh.tensor
+
+
+def same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether two flat tensors begin at the same element of the same storage, whether or not it has memory now."""
+    alias: bool = torch._C._is_alias_of(one, other)  # type: ignore[attr-defined]
+    return alias and one.storage_offset() == other.storage_offset()
+
+
+SENT = "near"  # what moves, as traffic has it
+
+
+class Near:
+    """Values in the dtype of the parameters, which whoever makes new ones copies here at once.
+
+    Attributes:
+        tensor: (numel,) where the model computes.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        """For the argument see the attribute."""
+        self.tensor = tensor
+
+    def settle(self) -> None:
+        """Return when all that was sent has arrived."""
+        return
+
+    def updated(self, window: range, values: Tensor) -> None:
+        """Elements of ``window`` are ``values`` now, wherever those are; they may change when this returns."""
+        self.settle()
+        with torch.no_grad():
+            self.tensor[window.start : window.stop].copy_(values)
+
+
+class Ascent:
+    """The way of updated parameters from memory of the host up to the device.
+
+    Attributes:
+        accelerator: of the device.
+        lane: of its own.
+        traffic: where the bytes are counted.
+    """
+
+    def __init__(self, accelerator: Accelerator, traffic: Traffic) -> None:
+        """Of one rank."""
+        self.accelerator, self.traffic = accelerator, traffic
+        self.lane = accelerator.lane()
+
+
+class SentNear(Near):
+    """Values that the host has updated, sent to the device beside other work.
+
+    Attributes:
+        sent: behind the last of it; None where all has arrived.
+    """
+
+    def __init__(self, tensor: Tensor, ascent: Ascent) -> None:
+        """``tensor``: see ``Near``."""
+        super().__init__(tensor)
+        self._ascent = ascent
+        self.sent: Mark | None = None
+
+    def settle(self) -> None:
+        """As of ``Near``; the host waits, since what is started on the device afterwards may read at once."""
+        if self.sent is not None:
+            self.sent.wait()
+            self.sent = None
+
+    def send(self, window: range, values: Tensor) -> None:
+        """Start to bring elements of ``window``; nobody may change ``values`` before ``settle``.
+
+        Args:
+            window: elements of the shard.
+            values: (elements,) in the dtype of the parameters, in memory that the device copies from.
+        """
+        ascent = self._ascent
+        ascent.lane.after(ascent.accelerator.mark())  # the device may still read what was there
+        with torch.no_grad():
+            ascent.lane.copy(self.tensor[window.start : window.stop], values)
+        self.sent = ascent.lane.mark()
+        ascent.traffic.read({SENT: values.nbytes})
+
 
 VALUES, GRADIENT = "values", "gradient"
 MIRROR = "mirror"  # values in the dtype of the parameters: passes read it, or the host sends it

@@ -20,8 +20,13 @@ from typing_extensions import override
 
 from hpczero.errors import StepError
 from hpczero.zero.units.away import check_at_hand
-from hpczero.zero.units.guard import ShardedParameter, own_gradient, set_own_gradient, watched_data
-from hpczero.zero.units.late import LateParameter
+from hpczero.zero.units.guard import (
+    LateParameter,
+    ShardedParameter,
+    own_gradient,
+    set_own_gradient,
+    watched_data,
+)
 
 # Each element of the result depends on the same element of each piece, and on numbers. Names without the underscore of
 # those in place and without the prefix of those on lists.

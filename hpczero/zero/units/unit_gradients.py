@@ -12,17 +12,21 @@ one. Must not know: values, modules, when to act (`schedule`), optimizers (they 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
 from hpczero.comm.calls import Work
 from hpczero.comm.collectives import Collectives
 from hpczero.memory.buffers import DTYPES
 from hpczero.plan import Stage, UnitSpec
+from hpczero.plan.layout import ShardLayout
 from hpczero.plan.precision import Precision
+from hpczero.zero.units.away_shard import GradientRest
 from hpczero.zero.units.gradient import LocalGradient
 from hpczero.zero.units.guard import (
     own_gradient,
@@ -31,10 +35,91 @@ from hpczero.zero.units.guard import (
     take_own_gradient,
 )
 from hpczero.zero.units.reducer import Reducer
-from hpczero.zero.units.rest import GradientRest
 from hpczero.zero.units.shards import Shards
-from hpczero.zero.units.usage import Flags, Usage
-from hpczero.zero.units.whole_copy import whole_copy
+
+# Usage: which parameters of a unit have a gradient, on whatever rank; the others have None, as in plain torch.
+#
+# A zero gradient is not None: weight decay and momentum go on with it. A loop may set gradients to None through the
+# model, which all ranks see, or through the optimizer's pieces, which only the owner of a piece sees. So each rank
+# keeps what it used since the last step apart from what was known before it, and the step puts together what all have
+# seen.
+
+Flags = npt.NDArray[np.bool_]
+
+
+class Usage:
+    """Of the slots of one unit; not collective.
+
+    Attributes:
+        now: (slots,) whether this rank had a gradient since the last step.
+        emptied: (slots,) whether a piece that this rank holds was found to be None at the first reduction since.
+        late: whether one was found so at a later one; nobody else can tell then what was used before it.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.now = np.zeros(slots, dtype=bool)
+        self.emptied = np.zeros(slots, dtype=bool)
+        self.late = False
+        self._before = np.zeros(slots, dtype=bool)  # known to all ranks at the last step
+        self._announced = np.zeros(slots, dtype=bool)  # set to None where all ranks see it
+        self._reductions = 0  # since the last step
+
+    def __len__(self) -> int:
+        return len(self.now)
+
+    def found_none(self, position: int) -> None:
+        """A reduction finds that a piece of a slot was set to None since the last one."""
+        if self._announced[position]:
+            return
+        if self._reductions:
+            self.late = True
+        else:
+            self.emptied[position] = True
+
+    def reduced(self, filled: Sequence[bool]) -> None:
+        """A reduction brings gradients of the slots that this rank ``filled``."""
+        if all(filled):
+            self.now[:] = True
+        else:
+            self.now |= np.array(filled, dtype=bool)
+        self._announced[:] = False
+        self._reductions += 1
+
+    def drop(self, position: int) -> None:
+        """The gradient of one slot was set to None, on all ranks."""
+        self.now[position] = self._before[position] = False
+        self._announced[position] = True
+
+    def drop_all(self) -> None:
+        """All gradients are gone, on all ranks."""
+        for flags in (self.now, self.emptied, self._before, self._announced):
+            flags[:] = False
+        self.late, self._reductions = False, 0
+
+    def step(self, now: Flags, emptied: Flags) -> Flags:
+        """The step begins. Args: ``now`` and ``emptied`` of any rank. Returns which slots have a gradient, (slots,)."""
+        used = now | (self._before & ~emptied)
+        self.drop_all()
+        self._before = used
+        return used
+
+
+def whole_copy(values: Tensor, layout: ShardLayout, comm: Collectives, *, name: str) -> Tensor:
+    """(layout.numel,) fp32 copy. Collective where ``values`` are a shard.
+
+    Args:
+        values: (padded_numel,), equal on all ranks, or (shard_numel,), this rank's.
+        layout: of the whole.
+        comm: the transport.
+        name: for its messages.
+    """
+    if values.numel() == layout.padded_numel:
+        return values[: layout.numel].detach().to(torch.float32, copy=True)
+    full = torch.empty(layout.padded_numel, dtype=torch.float32, device=comm.device)
+    index = comm.group.index
+    full[index * layout.shard_numel : (index + 1) * layout.shard_numel].copy_(values.detach())
+    comm.all_gather(full, name=name).wait()
+    return full[: layout.numel]
 
 
 class UnitGradients:

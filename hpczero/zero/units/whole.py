@@ -24,9 +24,8 @@ from hpczero.errors import StepError
 from hpczero.memory.buffers import DTYPES, Use
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
-from hpczero.zero.units.late import LateUpdate
-from hpczero.zero.units.marks import Marks
-from hpczero.zero.units.views import ParameterViews
+from hpczero.zero.units.guard import LateUpdate
+from hpczero.zero.units.views import Marks, ParameterViews
 
 CUT_OFF = (
     "the last `with hpczero.gathered(model)` block was left by an exception, or refused, after parameters had been "

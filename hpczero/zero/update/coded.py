@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from hpczero.plan.layout import DEFAULT_ALIGN
 from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.taken_step import TakenStep
+from hpczero.zero.update.parts import TakenStep
 
 ATTRIBUTE = "hpczero_coded_states"
 

@@ -24,7 +24,7 @@ from hpczero.errors import StepError
 from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.parts import unhooked, written_in
-from hpczero.zero.update.whole_jobs import Job, States, Whole, state_of
+from hpczero.zero.update.whole_states import Job, States, Whole, state_of
 
 _muon: Any = getattr(torch.optim, "_muon", None)  # from torch 2.9
 ATTRIBUTE = "hpczero_directions"

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from weakref import WeakSet
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hpczero.comm.collectives import Collectives
@@ -26,7 +29,97 @@ from hpczero.kernels.norm import (
     sum_of_squares,
 )
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.readings import Readings
+
+# Readings: numbers that a program wants of a step, read together with those that the step asks for itself.
+#
+# Whoever asks a tensor on a device for a number waits until the device has come that far. A step asks once anyway, for
+# the norm or for whether gradients are finite. What a program wants to know of the same step, its loss above all, comes
+# along then (issue 20, 2).
+
+
+class Reading:
+    """A number that is read when it is asked for, or with others before that."""
+
+    def __init__(self, tensor: Tensor, waiting: WeakSet[Reading]) -> None:
+        """``tensor``: 0-dimensional, fp64, of its own; ``waiting``: where it stands until it is read."""
+        self._tensor: Tensor | None = tensor
+        self._waiting = waiting
+        self._number = 0.0
+
+    def __call__(self) -> float:
+        """The number. It waits for the device where nothing has read it yet."""
+        if self._tensor is not None:
+            beside = {
+                each: there
+                for each in self._waiting
+                if (there := each.on(self._tensor.device)) is not None
+            }
+            found = torch.stack([*beside.values()]).tolist()
+            for reading, number in zip(beside, found, strict=True):
+                reading.take(number)
+        return self._number
+
+    def take(self, number: float) -> None:
+        """It was read."""
+        self._tensor, self._number = None, number
+        self._waiting.discard(self)
+
+    def on(self, device: torch.device) -> Tensor | None:
+        """What is to be read, if it is there."""
+        tensor = self._tensor
+        return tensor if tensor is not None and tensor.device == device else None
+
+
+class Readings:
+    """Of one model. Nothing here is collective."""
+
+    def __init__(self) -> None:
+        self._waiting: WeakSet[Reading] = WeakSet()  # what nobody has, nobody asks for
+
+    def add(self, tensor: Tensor) -> Reading:
+        """One number, as it is now.
+
+        Args:
+            tensor: one element of any real dtype on any device.
+
+        Raises:
+            ConfigError: it has another number of elements, or is complex.
+        """
+        if tensor.numel() != 1 or tensor.is_complex():
+            raise ConfigError(
+                f"a number to read later: got {tuple(tensor.shape)} {tensor.dtype}, expected one real element; take "
+                "the mean or the sum before"
+            )
+        # A copy: what the program does to the tensor afterwards is not meant.
+        with torch.inference_mode(False), torch.no_grad():
+            own = tensor.detach().reshape(()).to(torch.float64, copy=True)
+        reading = Reading(own, self._waiting)
+        self._waiting.add(reading)
+        return reading
+
+    def read(self, numbers: Sequence[Tensor]) -> list[float]:
+        """These numbers, and whatever waits on their device, in one transfer.
+
+        Args:
+            numbers: 0-dimensional, of one dtype on one device. Without any there is no transfer.
+
+        Returns:
+            Of ``numbers`` alone; the others have theirs.
+        """
+        if not numbers:
+            return []
+        wanted = torch.stack(list(numbers))
+        beside = {
+            reading: tensor
+            for reading in self._waiting
+            if (tensor := reading.on(wanted.device)) is not None
+        }
+        if beside:
+            wanted = torch.cat([wanted.double(), torch.stack([*beside.values()])])
+        found: list[float] = wanted.tolist()
+        for reading, number in zip(beside, found[len(numbers) :], strict=True):
+            reading.take(number)
+        return found[: len(numbers)]
 
 
 class GradientNorms:
@@ -243,3 +336,71 @@ def counted(unit: Unit) -> list[Tensor]:
 def pieces_of(unit: Unit, slots: Sequence[int]) -> list[Tensor]:
     """What this rank owns of the gradients of these slots."""
     return [part for place in slots for part in unit.gradients.pieces_at(place, owned=True)]
+
+
+class GradientHistory:
+    """Since the gradients were last gone; not collective.
+
+    Attributes:
+        incomplete: some gradients are those of a backward that did not finish.
+    """
+
+    def __init__(self, units: Sequence[Unit], norms: GradientNorms) -> None:
+        """Empty.
+
+        Args:
+            units: the trainable ones.
+            norms: told that gradients change.
+        """
+        self._units = list(units)
+        self._norms = norms
+        self._scalings: list[str] = []
+        self._changes = 0  # of all changes of single gradients, in their order
+        self.incomplete = False
+        self._zeroed: set[int] = set()  # optimizers, since a backward was cut off
+
+    def follow(self, units: Sequence[Unit]) -> None:
+        """``units`` are the trainable ones from now on."""
+        self._units = list(units)
+
+    def clear(self) -> None:
+        """The gradients are gone, and what was done to them is void."""
+        self._norms.forget()
+        self._scalings.clear()
+        self._changes = 0
+        self.incomplete = False
+
+    def interruption(self) -> None:
+        """A backward did not finish; until all its gradients are gone there is no step."""
+        self.incomplete = True
+        self._zeroed.clear()
+
+    def zeroed(self, index: int, optimizers: int) -> None:
+        """The gradients of optimizer ``index`` of so many are gone, or zero."""
+        self._zeroed.add(index)
+        if len(self._zeroed) == optimizers:
+            self.incomplete = False
+
+    def drop(self) -> None:
+        """A gradient is gone."""
+        left = (u.gradients.present or u.gradients.waiting for u in self._units)
+        self.incomplete = self.incomplete and any(left)
+
+    def scaling(self, what: str) -> None:
+        """This rank's gradients were scaled by something that must be equal on all ranks; the step compares it."""
+        self._norms.forget()
+        if what not in self._scalings:
+            self._scalings.append(what)
+
+    def change(self, name: str, what: str) -> None:
+        """As ``scaling``, of one parameter's gradient; which ones and in which order is compared too."""
+        self.scaling(what)
+        self._changes = zlib.crc32(f"{name} {what}".encode(), self._changes)
+
+    @property
+    def texts(self) -> list[str]:
+        """Equal on all ranks, or one of them has done something that others have not."""
+        if not self._changes:
+            return list(self._scalings)
+        changes = f"changes of parameter.grad, by parameter and order: {self._changes:08x}"
+        return [*self._scalings, changes]

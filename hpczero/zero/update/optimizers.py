@@ -5,7 +5,9 @@ Owns: the allow-list and the change of ``param_groups``. Must not know: units' b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,52 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpczero.errors import PlanError
-from hpczero.zero.update.whole_rules import WHOLE, needs_whole
+from hpczero.plan.placement import ModelPart
+
+# Torch's own update rules in which a parameter depends on its own value, gradient and state, on nothing else.
+WHOLE: tuple[type[Optimizer], ...] = (
+    torch.optim.Adafactor,
+    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),  # from torch 2.9
+)
+ATTRIBUTE = "hpczero_whole_parameters"
+
+
+def needs_whole(optimizer: Optimizer, group: Mapping[str, Any] | None = None) -> bool:
+    """Whether the optimizer is one that steps on whole parameters; with ``group``, whether that group of its does.
+
+    Torch's own do, and classes that say so with ``hpczero_whole_parameters``: True, or a static method that says of a
+    group whether it does. The other groups are then stepped on in pieces, element by element.
+    """
+    kind = type(optimizer)
+    said = getattr(kind, ATTRIBUTE, None)
+    if said is None:
+        return isinstance(optimizer, WHOLE) and kind.step.__module__.startswith("torch.optim.")
+    if callable(said) and group is not None:
+        return bool(said(group))
+    return bool(said)
+
+
+def check_uncut(optimizers: Iterable[Optimizer], model: nn.Module, part: ModelPart | None) -> None:
+    """Refuse parameters that no rank can have whole, because ranks beside the shards hold parts of them.
+
+    Raises:
+        PlanError: names the first.
+    """
+    if part is None:
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if needs_whole(optimizer, group) else ():
+                name = names.get(id(parameter), "")
+                placement = part.placements.get(name)
+                if placement is not None and placement.dim is not None and placement.parts > 1:
+                    raise PlanError(
+                        f"optimizer {type(optimizer).__name__} needs whole parameters, and {name!r} of shape "
+                        f"{placement.shape} is cut over {placement.parts} tensor parallel ranks; use an elementwise "
+                        "optimizer for it, or tensor degree 1"
+                    )
+
 
 # Update rules in which every element depends on its own gradient and state only.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -199,3 +246,131 @@ def _make_state(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> No
         # Without names, which torch takes beside the parameters alone.
         alone = [{key: v for key, v in group.items() if key != "param_names"} for group in groups]
         optimizer.state.update(torch.optim.Adagrad(alone, **optimizer.defaults).state)
+
+
+# OptimizerSet: the optimizers of one model, whose groups are numbered one after the other.
+#
+# The groups of optimizer 0 come first. A parameter that is trained is in one group of one optimizer.
+
+
+class OptimizerSet:
+    """None for inference, one, or several; in the order in which the program gave them."""
+
+    def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
+        """As they are now; groups that are added later have no number before ``recount``. Not collective."""
+        self._optimizers = optimizers
+        self._ranges = self._ranges_now()
+
+    def _ranges_now(self) -> list[range]:
+        counts = (len(optimizer.param_groups) for optimizer in self._optimizers)
+        return [range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
+
+    def recount(self) -> dict[int, int]:
+        """Number the groups anew, where optimizers have got more; new number of each that had one. Not collective."""
+        before, self._ranges = self._ranges, self._ranges_now()
+        pairs = zip(before, self._ranges, strict=True)
+        return {n: now.start + n - past.start for past, now in pairs for n in past}
+
+    @classmethod
+    def of(cls, given: object) -> OptimizerSet:
+        """What a program gives to ``zeroify``: None, an optimizer, or a tuple or list of them.
+
+        Raises:
+            PlanError: something else, none at all, or one of them twice.
+        """
+        if given is None:
+            return cls(())
+        found = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        odd = [type(each).__name__ for each in found if not isinstance(each, Optimizer)]
+        if odd:
+            raise PlanError(
+                f"optimizer: got {odd[0]}, expected a torch.optim.Optimizer, a tuple or list of them, or None for a "
+                "model that is not trained"
+            )
+        if not found:
+            raise PlanError(
+                f"optimizer: got an empty {type(given).__name__}, expected at least one optimizer, or None for a model "
+                "that is not trained"
+            )
+        if len({id(each) for each in found}) < len(found):
+            raise PlanError("optimizer: got the same optimizer twice, expected each once")
+        return cls(found)
+
+    def __len__(self) -> int:
+        return len(self._optimizers)
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self._optimizers)
+
+    @property
+    def alone(self) -> Optimizer | None:
+        """The optimizer where there is one.
+
+        Raises:
+            PlanError: there are several.
+        """
+        if len(self) > 1:
+            raise PlanError(
+                f"the model has {len(self)} optimizers ({', '.join(self.classes)}), and one was asked for; go through "
+                "hpczero.sharding(model).optimizers"
+            )
+        return self._optimizers[0] if self._optimizers else None
+
+    @property
+    def classes(self) -> list[str]:
+        """The name of each one's class."""
+        return [type(optimizer).__name__ for optimizer in self]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """All groups as they are now, by their numbers."""
+        return [group for optimizer in self for group in optimizer.param_groups]
+
+    def groups_of(self, index: int) -> range:
+        """The numbers of the groups of optimizer ``index``."""
+        return self._ranges[index]
+
+    def of_group(self, number: int) -> Optimizer:
+        """Which optimizer the group of this number belongs to."""
+        pairs = zip(self._optimizers, self._ranges, strict=True)
+        return next(optimizer for optimizer, numbers in pairs if number in numbers)
+
+    def name(self, index: int) -> str:
+        """What a message calls optimizer ``index``."""
+        return "the optimizer" if len(self) == 1 else f"optimizer {index} ({self.classes[index]})"
+
+    def describe(self) -> list[str]:
+        """As ``describe_options``, of all."""
+        return [text for optimizer in self for text in describe_options(optimizer)]
+
+    # --- before anything is sharded ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse what cannot work on shards.
+
+        Raises:
+            PlanError: see ``check_optimizer``.
+        """
+        for optimizer in self:
+            check_optimizer(optimizer)
+
+    def number_parameters(self, model: nn.Module) -> dict[str, int]:
+        """Number of the group of each trainable parameter of ``model`` by qualified name.
+
+        Raises:
+            PlanError: a parameter is in two optimizers; further see ``group_of_parameters``.
+        """
+        held = Counter(
+            id(p)
+            for optimizer in self
+            for p in {
+                id(p): p for group in optimizer.param_groups for p in group["params"]
+            }.values()
+        )
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and held[id(parameter)] > 1:
+                raise PlanError(
+                    f"parameter {name!r} is in {held[id(parameter)]} optimizers, expected one: two updates of one "
+                    "shard would work on each other's values; give each parameter to one of them"
+                )
+        return group_of_parameters(self.groups, model)

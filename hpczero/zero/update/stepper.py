@@ -8,27 +8,135 @@ on, dropped or guarded goes by slots.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.collectives import Collectives
+from hpczero.errors import StepError
 from hpczero.zero.units.shard_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.units.usage import Flags
+from hpczero.zero.units.unit_gradients import Flags
 from hpczero.zero.update.coded import ATTRIBUTE as CODED
 from hpczero.zero.update.coded import CodedUpdate
-from hpczero.zero.update.delayed import DelayedUpdate
-from hpczero.zero.update.host_update import HostUpdate
-from hpczero.zero.update.optimizer_set import OptimizerSet
-from hpczero.zero.update.optimizers import repoint
+from hpczero.zero.update.host_update import DelayedUpdate, HostUpdate
+from hpczero.zero.update.optimizers import OptimizerSet, needs_whole, repoint
 from hpczero.zero.update.parts import PartedUpdate
-from hpczero.zero.update.step_hooks import StepHooks
 from hpczero.zero.update.streamed import StreamedUpdate
-from hpczero.zero.update.twin import TwinUpdate
 from hpczero.zero.update.whole import WholeUpdate
-from hpczero.zero.update.whole_rules import needs_whole
+
+
+class StepHooks:
+    """Hooks on ``optimizer.step``: the last before it, the first after it.
+
+    Hooks of the user's find guarded gradients before a step and new values on all ranks after it, whether they were
+    registered before these or later.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, before: Callable[..., None], after: Callable[..., None]
+    ) -> None:
+        """Register them; not collective."""
+        self._optimizer = optimizer
+        pre = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
+        post = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
+        first = optimizer.register_step_pre_hook(before)
+        last = optimizer.register_step_post_hook(after)
+        self._handles = [first, last]
+        post.move_to_end(last.id, last=False)
+
+        def register_step_pre_hook(hook: Any) -> RemovableHandle:
+            handle = Optimizer.register_step_pre_hook(optimizer, hook)
+            if first.id in pre:
+                pre.move_to_end(first.id)
+            return handle
+
+        optimizer.__dict__["register_step_pre_hook"] = register_step_pre_hook
+
+    @property
+    def are_last(self) -> bool:
+        """Whether no hook follows before torch's step: one registered past the optimizer's own method may."""
+        return bool(
+            next(reversed(self._optimizer._optimizer_step_pre_hooks)) == self._handles[0].id
+        )
+
+    def remove(self) -> None:
+        """Take them away; not collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._optimizer.__dict__.pop("register_step_pre_hook", None)
+
+
+# TwinUpdate: one step over two kinds of units: some rest on a tier, the others stay where they are computed with.
+#
+# Source: DeepSpeed's Twin-Flow, 2023.
+
+
+class TwinUpdate:
+    """Of one optimizer; nothing here is collective. The parts are as of ``StreamedUpdate`` and ``PartedUpdate``."""
+
+    def __init__(self, here: PartedUpdate, away: StreamedUpdate) -> None:
+        """``here`` and ``away``: of the same optimizer, over different units."""
+        self._here, self._away = here, away
+
+    def follow(self, units: Sequence[Unit]) -> None:
+        """``units`` are the trainable ones that are here from now on."""
+        self._here.follow(units)
+
+    @property
+    def taken(self) -> bool:
+        """Whether torch's own call has nothing left to do; until ``restore``."""
+        return self._away.taken
+
+    def check(self, *, last: bool) -> None:
+        """As of what rests on the tier.
+
+        Raises:
+            StepError: the optimizer is not as it was at zeroify.
+        """
+        self._away.check(last=last)
+
+    def take(self, *, last: bool) -> None:
+        """Take both steps: reads from the tier have begun when the units that are here are stepped on.
+
+        Raises:
+            StepError: the optimizer's groups hold a piece twice, or it makes state that it did not make at zeroify.
+            TierError: as of what rests on the tier.
+        """
+        self._away.begin()
+        try:
+            self._here.take(last=last)
+            if not self._here.taken:
+                raise StepError(
+                    "optimizer.step() with a part of its state on a memory tier (offload): the step cannot be taken "
+                    "over long tensors, expected every piece once in optimizer.param_groups"
+                )
+        except BaseException:
+            self._away.give_up()
+            raise
+        finally:
+            self._here.restore()
+        self._away.take(last=last)
+
+    def restore(self) -> None:
+        """Put the pieces back into their groups; nothing if they are there."""
+        self._here.restore()
+        self._away.restore()
+
+    def adopt(self) -> None:
+        """State was loaded, or put into ``optimizer.state``."""
+        self._here.adopt()
+        self._away.adopt()
+
+    def forget(self) -> None:
+        """State is about to be replaced."""
+        self._here.forget()
+        self._away.forget()
+
 
 Update = PartedUpdate | StreamedUpdate | TwinUpdate | WholeUpdate | CodedUpdate
 

@@ -36,8 +36,7 @@ from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard, Store, fl
 from hpczero.zero.units.guard import have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.away_states import AwayState, adopt, is_elementwise, state_of
-from hpczero.zero.update.parts import method_behind
-from hpczero.zero.update.taken_step import TakenStep
+from hpczero.zero.update.parts import TakenStep, method_behind
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ hooks on them, MPI calls, what ranks compare.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,16 +20,163 @@ from hpczero.errors import ConfigError, StepError, TierError
 from hpczero.job.topology import Topology
 from hpczero.plan.precision import LossScaler, Precision
 from hpczero.zero.calls.advice import Advice
-from hpczero.zero.calls.untraced import untraced
+from hpczero.zero.calls.ways import untraced
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.agreement import Agreement
-from hpczero.zero.update.gradient_history import GradientHistory
-from hpczero.zero.update.gradient_norms import GradientNorms
-from hpczero.zero.update.optimizer_set import OptimizerSet
-from hpczero.zero.update.optimizers import describe_options
-from hpczero.zero.update.rounds import Rounds
-from hpczero.zero.update.skips import Skips
+from hpczero.zero.update.gradient_norms import GradientHistory, GradientNorms
+from hpczero.zero.update.optimizers import OptimizerSet, describe_options
 from hpczero.zero.update.stepper import Stepper
+
+# Rounds: which steps of several optimizers belong to one backward.
+#
+# A round is the steps between two reductions, of each optimizer one. A second step of the same one begins another, so
+# that of one optimizer each step is a round.
+#
+# [Note: Overflow and several optimizers]
+# A gradient that is not finite skips all steps of its round, as one optimizer over all parameters would. Each skipped
+# step drops the gradients of its own parameters. Those of an optimizer that does not step in this round stay, and with
+# them what is not finite: its next step is skipped, too, as torch's GradScaler has it. Until then they skip nobody
+# else, and the loss scale is told once.
+
+
+class Rounds:
+    """Of one model; equal on all ranks, because steps and reductions are.
+
+    Attributes:
+        skipped: whether the steps of this round are skipped.
+        told: whether the loss scale was told of this round.
+    """
+
+    def __init__(self, optimizers: int) -> None:
+        """Before the first."""
+        self.skipped = self.told = False
+        self._stepped: set[int] = set()
+        # Of each optimizer, whether its gradients are known not to be finite since a round before this one.
+        self._spoiled = [False] * optimizers
+
+    def gradients_come(self) -> None:
+        """A reduction begins: what steps afterwards steps on other gradients."""
+        self._stepped.clear()
+
+    def gradients_go(self, index: int) -> None:
+        """Those of one optimizer are gone."""
+        self._spoiled[index] = False
+
+    def overflows(self, index: int, finite: Sequence[bool]) -> bool:
+        """Whether the step of an optimizer finds what no step has found; ``finite`` of the gradients of each one."""
+        found = zip(finite, self._spoiled, strict=True)
+        new = any(not good and not spoiled for good, spoiled in found)
+        return new and (self._begins(index) or not self.skipped)
+
+    def begin_step(self, index: int, finite: Sequence[bool]) -> bool:
+        """As ``overflows``; whether the step is to be skipped."""
+        overflow = self.overflows(index, finite)
+        if self._begins(index):
+            self._stepped.clear()
+            self.skipped = self.told = False
+        self.skipped = self.skipped or overflow
+        self._spoiled = [not good for good in finite]
+        return self.skipped or not finite[index]
+
+    def _begins(self, index: int) -> bool:
+        return not self._stepped or index in self._stepped
+
+    def end_step(self, index: int) -> bool:
+        """Its step is over; whether it was the first of the round."""
+        self._stepped.add(index)
+        return len(self._stepped) == 1
+
+    @property
+    def texts(self) -> list[str]:
+        """What must be equal on all ranks."""
+        return [
+            f"gradients of optimizer {i} not finite" for i, bad in enumerate(self._spoiled) if bad
+        ]
+
+
+logger = logging.getLogger("hpczero.step")
+
+
+@dataclass
+class StepCounts:
+    """Steps that were skipped because some gradient was not finite; equal on every rank."""
+
+    skipped: int = 0
+    in_a_row: int = 0
+
+
+class Skips:
+    """Of one model.
+
+    Attributes:
+        counts: of the steps so far.
+    """
+
+    def __init__(
+        self, comm: Collectives, precision: Precision, scaler: LossScaler, *, speaks: bool
+    ) -> None:
+        """Not collective.
+
+        Args:
+            comm: for the number of the step.
+            precision: what a non-finite gradient means.
+            scaler: the loss scale, told of every step.
+            speaks: whether this rank writes the log.
+        """
+        self._speaks = speaks
+        self.counts = StepCounts()
+        self._comm = comm
+        self._precision = precision
+        self._scaler = scaler
+        self._told = False
+
+    def skip(self) -> str | None:
+        """Count the step that is taken now as skipped; why that cannot help, or None where it may."""
+        self.counts.skipped += 1
+        self.counts.in_a_row += 1
+        scaled = self._precision.loss_scale is not None
+        if not scaled and self._precision.nonfinite == "raise":
+            return "precision.nonfinite='skip' would skip such steps"
+        if scaled and self._scaler.exhausted:
+            return f"the loss scale is at its minimum {self._scaler.scale:g}"
+        if self.counts.in_a_row >= self._precision.max_skips:
+            return f"{self.counts.in_a_row} steps in a row were skipped"
+        if self._speaks:
+            logger.warning(
+                "step %d skipped: a gradient is not finite (loss scale %g, %d skipped so far)",
+                self._comm.calls.step,
+                self._scaler.scale,
+                self.counts.skipped,
+            )
+        return None
+
+    def skip_late(self, name: str) -> None:
+        """Count a step that is skipped because its gradients have not been finite since an earlier one."""
+        self.counts.skipped += 1
+        if self._speaks:
+            logger.warning(
+                "step %d of %s skipped: its gradients hold what was not finite when another optimizer stepped (%d "
+                "skipped so far); zero_grad of it after that step would have begun anew",
+                self._comm.calls.step,
+                name,
+                self.counts.skipped,
+            )
+
+    def end_step(self, *, overflow: bool) -> None:
+        """The step is over."""
+        if not overflow:
+            self.counts.in_a_row = 0
+        self._scaler.update(overflow=overflow)
+
+    def tell_nothing_to_do(self) -> None:
+        """Say once that no parameter has a gradient."""
+        if self._speaks and not self._told:
+            self._told = True
+            logger.warning(
+                "step %d: no parameter has a gradient, so the optimizer changes nothing, as in plain torch; was "
+                "backward called since zero_grad, on a loss that this very model made?",
+                self._comm.calls.step,
+            )
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpczero.errors import StepError
+from hpczero.zero.units.guard import own_gradient
+from hpczero.zero.units.unit import Unit
 
 SHAPE = ".shape."
 Number = int | float | bool | None
@@ -209,3 +212,226 @@ def from_text(text: str) -> list[Entry]:
         Entry(name, None if shape is None else tuple(shape), kind, number)
         for name, shape, kind, number in json.loads(text)
     ]
+
+
+# Whole jobs: the update of one whole parameter, from its parts on all ranks to its owner and back.
+#
+#     of a part, to the owner    [ 1: has a gradient | gradient | values | states ], or [ 0 ]
+#     to a rank, back            [ text of the entries ]  [ values | states | values | states ... ]  of its parts
+
+States = MutableMapping[Any, Any]
+
+
+@dataclass
+class Whole:
+    """A whole parameter with its gradient and state, for the time of its update.
+
+    Attributes:
+        parameter: with the shape of the model's, fp32, and a gradient; a scalar has shape (1,).
+        state: of the optimizer; it becomes that of ``parameter`` for the step, which changes it.
+    """
+
+    parameter: nn.Parameter
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+class Job:
+    """The update of one parameter.
+
+    Attributes:
+        unit: that has it.
+        name, numel: of the parameter.
+        shape: that the optimizer sees: the parameter's, or (1,) of a scalar.
+        group: number of its group among those of its optimizer.
+        parts: this rank's: the optimizer's parameter, and which elements it is. Several where ranks are replicas.
+        by_optimizer: whether the optimizer's own step is called on what is assembled.
+    """
+
+    by_optimizer = True
+
+    def __init__(self, unit: Unit, position: int, group: int, *, replicated: bool) -> None:
+        """Not collective.
+
+        Args:
+            unit: see the attribute.
+            position: of the parameter in the unit.
+            group: see the attribute.
+            replicated: whether every rank holds all parts.
+        """
+        slot = unit.spec.layout.slots[position]
+        self.unit, self.group = unit, group
+        self.name, self.numel = slot.name, slot.numel
+        # A scalar is a row of one: what the optimizer keeps of it is then told from the numbers beside it.
+        self.shape = slot.shape or (1,)
+        self._replicated = replicated
+        optimized = unit.optimized
+        places = zip(optimized.parameters, optimized.slots, optimized.pieces, strict=True)
+        self.parts = [
+            (shard, unit.spec.layout.overlap(piece, slot.name))
+            for shard, at, piece in places
+            if at == position
+        ]
+
+    def parts_of(self, rank: int) -> list[range]:
+        """Elements of each part that the rank with this shard holds; not empty."""
+        layout = self.unit.spec.layout
+        ranks = range(layout.num_shards) if self._replicated else (rank,)
+        parts = (layout.overlap(each, self.name) for each in ranks)
+        return [part for part in parts if part]
+
+    @property
+    def holders(self) -> list[int]:
+        """Ranks that hold a part, by their shards."""
+        layout = self.unit.spec.layout
+        if self._replicated or not self.numel:
+            return list(range(layout.num_shards if self.numel else 0))
+        slot = layout.slot(
+            self.name
+        )  # by division: asking every rank takes long where there are many
+        first, last = slot.offset // layout.shard_numel, (slot.stop - 1) // layout.shard_numel
+        return list(range(first, last + 1))
+
+    # --- to the owner --------------------------------------------------------------------------------------------
+
+    def said(self, states: States) -> list[Tensor]:
+        """Of each part of this rank what goes to the owner."""
+        return [self._said(shard, part, states) for shard, part in self.parts]
+
+    def _said(self, shard: nn.Parameter, part: range, states: States) -> Tensor:
+        gradient = own_gradient(shard)
+        if gradient is None:
+            return torch.zeros(1, device=shard.device, dtype=torch.float32)
+        state = state_of(states, shard)
+        kept = held(state, kept_entries(state, self.shape), part, self.numel)
+        return torch.cat([gradient.new_ones(1), gradient, shard.detach(), *kept])
+
+    def assemble(self, said: Sequence[tuple[range, Tensor]], states: States) -> Whole | None:
+        """The whole parameter from what was said of all its parts; None where it has no gradient.
+
+        Args:
+            said: elements of each part, and ``said`` of it.
+            states: of this rank's parts, whose numbers count for the parameter.
+
+        Raises:
+            StepError: some parts have a gradient and others have none, or other states.
+        """
+        if not self._present(said):
+            return None
+        device = self.parts[0][0].device
+        state = state_of(states, self.parts[0][0])
+        entries = kept_entries(state, self.shape)
+        gradient, values = (
+            torch.empty(self.numel, device=device, dtype=torch.float32) for _ in range(2)
+        )
+        tensors = {
+            e.name: torch.empty(e.numel, device=device, dtype=torch.float32)
+            for e in entries
+            if e.shape is not None
+        }
+        for part, each in said:
+            places = [(gradient, part), (values, part)]
+            for entry in entries:
+                if entry.shape is not None:
+                    places += [(tensors[entry.name], r) for r in entry.ranges(part, self.numel)]
+            lengths = [len(elements) for _, elements in places]
+            if 1 + sum(lengths) != len(each):
+                raise StepError(
+                    f"optimizer.state of the parts of {self.name!r} differs between ranks: got {len(each):,} numbers "
+                    f"of elements {part.start:,} to {part.stop:,}, expected {1 + sum(lengths):,}; change it on all "
+                    "ranks alike"
+                )
+            for (into, elements), values_of in zip(
+                places, each[1:].split_with_sizes(lengths), strict=True
+            ):
+                into[elements.start : elements.stop].copy_(values_of)
+        parameter = nn.Parameter(values.view(self.shape))
+        vars(parameter).update(vars(self.parts[0][0]))  # what an optimizer looks for: p.lr_scale
+        parameter.grad = gradient.view(self.shape)
+        found = Whole(parameter)
+        for entry in entries:
+            if entry.shape is None:
+                found.state[entry.name] = entry.value()
+            else:
+                found.state[entry.name] = tensors[entry.name].view(entry.shape)
+        return found
+
+    def _present(self, said: Sequence[tuple[range, Tensor]]) -> bool:
+        """Whether it has a gradient, by what was said of all its parts.
+
+        Raises:
+            StepError: some parts have one and others have none.
+        """
+        present = {bool(each[0]) for _, each in said}
+        if present == {True, False}:
+            raise StepError(
+                f"the gradient of {self.name!r} in optimizer.param_groups is None on some ranks and not on others, "
+                "and its optimizer steps on whole parameters; set it to None on all ranks alike "
+                "(optimizer.zero_grad(), model.zero_grad())"
+            )
+        return present == {True}
+
+    # --- and back ------------------------------------------------------------------------------------------------
+
+    def answers(self, whole: Whole | None) -> dict[int, list[Tensor]]:
+        """What goes back to each rank that holds a part, two tensors on the host; None: nothing is changed.
+
+        Raises:
+            StepError: the optimizer keeps what cannot be kept in parts.
+        """
+        if whole is None:
+            return {
+                rank: [torch.empty(0, dtype=torch.float32, device="cpu")] * 2
+                for rank in self.holders
+            }
+        entries = entries_of(whole.state, self.shape, self.name)
+        text = to_text(entries).encode()
+        text = text.ljust(-(-len(text) // 4) * 4)
+        words = torch.from_numpy(np.frombuffer(text, dtype=np.float32).copy())
+        found: dict[int, list[Tensor]] = {}
+        for rank in self.holders:
+            if found and self._replicated:  # all get the same
+                found[rank] = next(iter(found.values()))
+            else:
+                pieces = [self._of_part(whole, entries, part) for part in self.parts_of(rank)]
+                found[rank] = [words, torch.cat(pieces)]
+        return found
+
+    def _of_part(self, whole: Whole, entries: Sequence[Entry], part: range) -> Tensor:
+        pieces = [whole.parameter.detach().reshape(-1)[part.start : part.stop]]
+        for entry in entries:
+            if entry.shape is not None:
+                flat = whole.state[entry.name].detach().reshape(-1)
+                ranges = entry.ranges(part, self.numel)
+                pieces += [flat[elements.start : elements.stop] for elements in ranges]
+        return torch.cat(pieces).cpu()
+
+    def take(self, answer: Sequence[Tensor], states: States) -> None:
+        """Put ``answers`` for this rank into its parts, values and state."""
+        words, new = answer
+        if not len(words):
+            return
+        entries = from_text(words.contiguous().numpy().tobytes().decode())
+        kept = [
+            sum(len(r) for entry in entries for r in entry.ranges(part, self.numel))
+            for _, part in self.parts
+        ]
+        lengths = [len(part) + count for (_, part), count in zip(self.parts, kept, strict=True)]
+        for (shard, part), each in zip(self.parts, new.split_with_sizes(lengths), strict=True):
+            here = each.to(shard.device)
+            with torch.no_grad():
+                shard.copy_(here[: len(part)])
+            put(states.setdefault(shard, {}), entries, here[len(part) :], part, self.shape)
+
+    def adopt(self, states: States) -> None:
+        """State was loaded."""
+        for shard, part in self.parts:
+            state = state_of(states, shard)
+            if state:
+                trim(state, part, self.shape)
+
+
+def state_of(states: States, shard: nn.Parameter) -> MutableMapping[str, Any]:
+    """The state of a part, past what ``ShardStates`` asks of each key; empty where there is none."""
+    kept: dict[Any, Any] = states  # type: ignore[assignment]
+    found: MutableMapping[str, Any] = dict.get(kept, shard, {})
+    return found
