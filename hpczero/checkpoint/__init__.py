@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpczero.checkpoint.checkpoints import Checkpoints, save
     from hpczero.checkpoint.foreign.importing import import_weights
-    from hpczero.checkpoint.loading import load
-    from hpczero.checkpoint.reading import Loaded
+    from hpczero.checkpoint.reading import Loaded, load
 
 _HOME = {
     "Checkpoints": "checkpoints",
     "Loaded": "reading",
     "import_weights": "foreign.importing",
-    "load": "loading",
+    "load": "reading",
     "save": "checkpoints",
 }
 

@@ -6,27 +6,53 @@ Owns: who holds the lock, and which save is in progress. Must not know: files, d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hpczero.checkpoint.background import Background, wait_for_left
-from hpczero.checkpoint.disk.folder import Folder
+from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.disk.format import SLAB_NBYTES, step_folder
 from hpczero.checkpoint.disk.lines import strangers
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.inventory import Inventory, TrainedInventory
-from hpczero.checkpoint.loading import Given, given_sharding, load_newest_at
 from hpczero.checkpoint.places import given_path
-from hpczero.checkpoint.reading import Loaded
-from hpczero.checkpoint.replacing import check_replaced
-from hpczero.checkpoint.snapshot import Snapshot, take
+from hpczero.checkpoint.reading import Given, Loaded, given_sharding, load_newest_at
+from hpczero.checkpoint.snapshot import META, Snapshot, take
 from hpczero.checkpoint.writing import Milestone, write
 from hpczero.comm.background import can_run_in_background
-from hpczero.errors import CheckpointNotWritten, ConfigError
+from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import shown
 from hpczero.job.topology import Topology
+
+
+def check_replaced(path: Path, snapshot: Snapshot) -> None:
+    """Refuse to replace the checkpoint ``path`` by less.
+
+    That is by weights alone if it holds the state of an optimizer, or by trained parameters alone if it has frozen
+    ones.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if snapshot.meta.get(META) is not None:
+        with suppress(CorruptCheckpoint, CheckpointMismatch):
+            if any(row.frozen for row in read_manifest(path).table.rows):
+                raise ConfigError(
+                    f"{path}: holds frozen parameters too, and a checkpoint of the trained ones alone would take its "
+                    "place; save to another directory or another step"
+                )
+    if snapshot.meta["optimizer"] is not None:
+        return
+    with suppress(CorruptCheckpoint, CheckpointMismatch):  # which nobody can go on from, or none
+        saved = read_manifest(path).meta.get("optimizer")
+        if saved is not None:
+            raise ConfigError(
+                f"{path}: holds the state of {saved['class']}, and this model was zeroified without an optimizer: a "
+                "checkpoint of weights alone would take its place; save to another directory or another step"
+            )
 
 
 def save(

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.adapters import gpt2
-from hpczero.checkpoint import streams
+from hpczero.checkpoint import states
 from hpczero.checkpoint.disk.format import NAMED, SEVERAL, Manifest, Row, Table
-from hpczero.checkpoint.group_options import fits
-from hpczero.checkpoint.kept_averages import names_in
-from hpczero.checkpoint.stage_buffers import Kept, named_buffers
+from hpczero.checkpoint.inventory import names_in
+from hpczero.checkpoint.states import Kept, fits, named_buffers
 from hpczero.errors import CheckpointMismatch
 from hpczero.files.regular import shown
 from hpczero.zero.sharding import Sharding
@@ -188,7 +187,7 @@ def match_streams(manifest: Manifest, path: Path) -> None:
     Raises:
         CheckpointMismatch: the message names the first.
     """
-    mine = {name: len(state) for name, state in streams.capture().items()}
+    mine = {name: len(state) for name, state in states.capture().items()}
     for name, nbytes in manifest.meta["rng"]:
         if manifest.world_size and mine.get(name, nbytes) != nbytes:
             raise CheckpointMismatch(

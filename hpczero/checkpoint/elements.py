@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from hpczero.checkpoint.disk.format import MASTER, STATE, Table
-from hpczero.checkpoint.even_runs import EvenRuns
+from hpczero.checkpoint.exchange import EvenRuns, check_range
+from hpczero.checkpoint.held import Scalar
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.range_check import check_range
 from hpczero.checkpoint.slab_reader import SlabReader, Wanted
-from hpczero.checkpoint.state_kinds import Scalar
 from hpczero.errors import CheckpointMismatch
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.away_shard import VALUES

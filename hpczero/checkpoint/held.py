@@ -21,17 +21,67 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hpczero.checkpoint.even_runs import Entry, EvenRuns
+from hpczero.checkpoint.exchange import Entry, EvenRuns
+from hpczero.errors import CheckpointError
+from hpczero.plan.placement import Placement
 from hpczero.zero.units.away import AwayRest
 from hpczero.zero.units.away_shard import VALUES, AwayShard
 from hpczero.zero.units.encoded import EncodedRest
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.away_states import AWAY
 from hpczero.zero.update.coded import CodedState
+
+Scalar = int | float | bool
+
+
+def kind_of(key: str, value: Any, numel: int, *, packed: bool = False) -> str | None:
+    """``elements``, ``tensor:float32``, ``int`` ...; None for a state that does not exist yet.
+
+    Args:
+        key: of the state.
+        value: of it.
+        numel: elements of the shard that it belongs to.
+        packed: whether it may have fewer, those of the others being zero (``zero.update.whole_states``).
+
+    Raises:
+        CheckpointError: it is neither fp32 with the elements of its shard nor one number.
+    """
+    if value is None:
+        return None
+    if value is AWAY or isinstance(value, CodedState):
+        return "elements"
+    if isinstance(value, Tensor):
+        if not value.dim():
+            return f"tensor:{str(value.dtype).removeprefix('torch.')}"
+        fits = value.numel() == numel or (packed and value.numel() < numel)
+        if fits and value.dtype == torch.float32:
+            return "elements"
+        got = f"{tuple(value.shape)} {value.dtype}"
+    else:
+        if type(value) in (bool, int, float):
+            return type(value).__name__
+        got = type(value).__name__
+    raise CheckpointError(
+        f"optimizer state {key!r} is {got}, expected fp32 of the {numel} elements of its shard, or one number; such a "
+        "state cannot be kept in a checkpoint"
+    )
+
+
+def scalar_of(kind: str, number: Scalar | None) -> Any:
+    """The state of one value that ``scalars`` gave."""
+    assert number is not None, "scalars are numbers"
+    if kind.startswith("tensor:"):
+        return torch.tensor(
+            number, dtype=getattr(torch, kind.removeprefix("tensor:")), device="cpu"
+        )
+    return {"bool": bool, "int": int, "float": float}[kind](number)
+
 
 OPEN_NBYTES = 64 * 2**20  # of windows in memory; see [Note: Open windows]
 
@@ -337,3 +387,55 @@ def _spans(shard: AwayShard, begin: int, numel: int) -> Iterator[tuple[int, slic
         stop = min(window.stop, begin + numel)
         yield index, slice(at - window.start, stop - window.start), slice(at - begin, stop - begin)
         index, at = index + 1, stop
+
+
+# From a rank's shard of a parameter's part to its place in the file.
+#
+#     whole parameter       | . a a a . . . . | . b b b . . . . |      a cut along an inner dimension: one run a row
+#     this rank's part      | a a a x | b b b x |                      x: padding
+#     its shard of it           [ a a x | b ]                          a piece
+
+
+def piece_of(
+    unit: Unit,
+    position: int,
+    part: range,
+    shift: int,
+    placement: Placement,
+    place: int,
+    counted: bool,
+) -> Piece:
+    """The piece of one slot.
+
+    Args:
+        unit: that has it.
+        position: of the slot in the unit.
+        part: elements of the slot that this rank's shard has, counted in the slot; not empty.
+        shift: from places in the slot to those in the ``owned_values`` of the unit.
+        placement: of the slot in the whole parameter.
+        place: of the whole parameter in the file.
+        counted: whether this rank saves it.
+    """
+    if placement.dim is None:
+        begin = part.start + shift
+        return Piece(place + part.start, unit, position, begin, len(part), counted=counted)
+    after = prod(placement.shape[placement.dim + 1 :])
+    # As Placement.runs: run after run, at one distance in the part and at another one in the whole.
+    length = len(placement.owned) * after
+    local = Entry(0, part.stop, 0, placement.room * after, length)
+    first, last = local.before(part.start), local.before(part.stop)
+    base = place + placement.owned.start * after
+    whole = Entry(base, base, base, placement.strip * after, length)
+    start, stop = (whole.at(first), whole.at(last - 1) + 1) if last > first else (base, base)
+    return Piece(
+        start,
+        unit,
+        position,
+        part.start + shift,
+        last - first,
+        whole=whole._replace(start=start, stop=stop) if stop - start > last - first else None,
+        local=Entry(part.start + shift, part.stop + shift, shift, local.stride, length)
+        if placement.is_padded
+        else None,
+        counted=counted,
+    )

@@ -7,7 +7,7 @@ holds what (``whole_table``), how elements travel.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,68 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.checkpoint.disk.format import Row
-from hpczero.checkpoint.even_runs import EvenRuns
-from hpczero.checkpoint.held import Held, HeldPieces, Piece, StateHome, ValuesHome, with_padding
-from hpczero.checkpoint.kept_averages import COUNT, average_at, averages_of, set_counts
-from hpczero.checkpoint.pieces import piece_of
-from hpczero.checkpoint.range_check import check_range
-from hpczero.checkpoint.state_kinds import Scalar, kind_of, scalar_of
+from hpczero.checkpoint.exchange import EvenRuns, check_range
+from hpczero.checkpoint.held import (
+    Held,
+    HeldPieces,
+    Piece,
+    Scalar,
+    StateHome,
+    ValuesHome,
+    kind_of,
+    piece_of,
+    scalar_of,
+    with_padding,
+)
 from hpczero.checkpoint.whole_table import Share, check_cover, share_of
 from hpczero.errors import CheckpointError
+from hpczero.zero.averages import Average
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.away_states import state_of, with_names
 from hpczero.zero.update.whole_states import is_packed
+
+# Averages of weights in a checkpoint: what stands for them among the states of the optimizer.
+#
+#     average.ema           fp32 of each trained element, as any state of the optimizer
+#     average.ema.count     with each parameter: how many updates
+
+PREFIX = "average."
+COUNT = ".count"
+
+
+def averages_of(sharding: Sharding, unit: Unit, position: int) -> dict[str, Any]:
+    """What is kept with this rank's part of the parameter in a slot of ``unit``, by keys."""
+    found: dict[str, Any] = {}
+    for name, average in sharding.averages.items():
+        if average.count:
+            found[PREFIX + name] = average.part(unit, position)
+            found[PREFIX + name + COUNT] = average.count
+    return found
+
+
+def average_at(sharding: Sharding, key: str) -> Average | None:
+    """Whose elements the key has; None for a state of the optimizer."""
+    return sharding.averages.get(key.removeprefix(PREFIX)) if key.startswith(PREFIX) else None
+
+
+def names_in(keys: Iterable[str]) -> list[str]:
+    """Names of the averages of which there are elements."""
+    averages = (key.removeprefix(PREFIX) for key in keys if key.startswith(PREFIX))
+    return [name for name in averages if not name.endswith(COUNT)]
+
+
+def set_counts(sharding: Sharding, present: Mapping[str, Mapping[str, Scalar | None]]) -> None:
+    """Each average has as many updates as a checkpoint says, none where it has no such average.
+
+    Args:
+        sharding: of the model.
+        present: for each key and parameter its number.
+    """
+    for name, average in sharding.averages.items():
+        counts = present.get(PREFIX + name + COUNT, {}).values()
+        average.count = max((int(count) for count in counts if count is not None), default=0)
+
 
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, Manifest, digest
 from hpczero.checkpoint.disk.rawfile import read_into
-from hpczero.checkpoint.even_runs import EvenRuns
-from hpczero.checkpoint.exchange import Exchange
+from hpczero.checkpoint.exchange import EvenRuns, Exchange
 from hpczero.errors import CorruptCheckpoint
 from hpczero.files.regular import open_regular, reason
 from hpczero.job.topology import Topology

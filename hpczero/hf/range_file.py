@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpczero.checkpoint.foreign.safe_file import DTYPES
-from hpczero.checkpoint.foreign.tensor_digests import Digests, tensor_digest
+from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, tensor_digest
 from hpczero.errors import CheckpointError
 from hpczero.files.regular import open_regular, parse_json, reason, shown
 

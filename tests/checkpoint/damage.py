@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import hpczero
-from hpczero.checkpoint import streams
+from hpczero.checkpoint import states
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Dataset
 from hpczero.zero.sharding import Sharding
@@ -161,5 +161,5 @@ def fingerprint(program: Program) -> str:
     ]
     plain = [options, sharding.scaler.state(), sharding.skipped_steps, str(random.getstate())]
     found.update(json.dumps(plain).encode())
-    found.update(streams.capture()["numpy"].tobytes())
+    found.update(states.capture()["numpy"].tobytes())
     return found.hexdigest()

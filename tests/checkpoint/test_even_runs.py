@@ -13,9 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.checkpoint.even_runs import Entry, EvenRuns
-from hpczero.checkpoint.held import Piece
-from hpczero.checkpoint.pieces import piece_of
+from hpczero.checkpoint.exchange import Entry, EvenRuns
+from hpczero.checkpoint.held import Piece, piece_of
 from hpczero.plan.placement import Placement
 
 UNIT: Any = None  # arithmetic does not look at it

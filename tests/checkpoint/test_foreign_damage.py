@@ -21,7 +21,7 @@ from hpczero.checkpoint.disk.format import MASTER
 from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign.converting import convert
 from hpczero.checkpoint.foreign.exporting import Form, export
-from hpczero.checkpoint.foreign.tensor_digests import KEY
+from hpczero.checkpoint.foreign.safe_file import DIGESTS_KEY
 from hpczero.checkpoint.foreign.torch_file import TorchFile
 from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.data import ByteTokenizer
@@ -110,7 +110,7 @@ def test_our_safetensors_are_read_by_others_and_have_digests(tmp_path: Path) -> 
     assert len(files) > 1
     found = {name: value for file in files for name, value in load_file(file).items()}
     assert torch.equal(found["large.weight"], state()["large.weight"])
-    assert all(len(json.loads(metadata(file)[KEY])["tensors"]) for file in files)
+    assert all(len(json.loads(metadata(file)[DIGESTS_KEY])["tensors"]) for file in files)
 
 
 def metadata(file: Path) -> dict[str, str]:

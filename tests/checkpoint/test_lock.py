@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from hpczero.checkpoint.disk import claims
+from hpczero.checkpoint.disk import lock as claims
 from hpczero.checkpoint.disk import lock as module
-from hpczero.checkpoint.disk.claims import DEAD_S
-from hpczero.checkpoint.disk.lock import Lock
+from hpczero.checkpoint.disk.lock import DEAD_S, Lock
 from hpczero.errors import EXIT_MISCONFIGURED, CheckpointBusy, CheckpointNotWritten
 
 ROUNDS, RACERS = 60, 4
@@ -37,7 +36,7 @@ os._exit(9)
 HOLDS = """
 import sys
 from pathlib import Path
-from hpczero.checkpoint.disk import claims, lock as module
+from hpczero.checkpoint.disk import lock as claims, lock as module
 from hpczero.errors import CheckpointBusy
 module.BEAT_S, claims.DEAD_S = float(sys.argv[2]), float(sys.argv[3])
 lock = module.Lock(Path(sys.argv[1]))

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.checkpoint.disk.folder import Folder
+from hpczero.checkpoint.disk.folder import Folder, in_one_unit
 from hpczero.checkpoint.disk.format import step_folder
 from hpczero.checkpoint.disk.lines import homes
-from hpczero.checkpoint.disk.room import in_one_unit
 from hpczero.errors import CheckpointNotWritten
 from tests.checkpoint.folders import commit, kept, there
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero import Offload
-from hpczero.checkpoint.foreign.safe_file import DTYPES
-from hpczero.checkpoint.foreign.tensor_digests import tensor_digest, with_digests
+from hpczero.checkpoint.foreign.safe_file import DTYPES, tensor_digest, with_digests
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.data.tokenize import ByteTokenizer
 from hpczero.errors import CheckpointError, TierError

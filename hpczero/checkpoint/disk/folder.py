@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpczero.checkpoint.disk import lines, room
+from hpczero.checkpoint.disk import lines
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, step_folder
 from hpczero.checkpoint.disk.lines import REPLACED, TEMPORARY, step_of
 from hpczero.checkpoint.disk.rawfile import opened
@@ -35,6 +35,50 @@ from hpczero.errors import (
 from hpczero.files import durable
 from hpczero.files.durable import sync, write_text
 from hpczero.files.regular import is_there, kind_of, read_text, reason
+
+SPARE_NBYTES = 64 * 2**20
+SHOWN = 10  # of a unit, at least: less of it is shown in a smaller one
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Refuse a save of ``nbytes`` that cannot succeed.
+
+    Args:
+        folder: made if it does not exist.
+        nbytes: size of the checkpoint in bytes.
+
+    Raises:
+        CheckpointNotWritten: the folder cannot be written, or there is no room.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{secrets.token_hex(4)}"
+        probe.touch(exist_ok=False)
+        probe.unlink()
+        system = os.statvfs(folder)
+    except OSError as error:
+        raise CheckpointNotWritten(
+            f"{folder}: cannot be written ({os.strerror(error.errno or 0)}); check the path, its permissions "
+            "and the quota"
+        ) from error
+    free = system.f_bavail * system.f_frsize
+    needed = int(nbytes * 1.05) + min(nbytes, SPARE_NBYTES)
+    if free < needed:
+        there, wanted = in_one_unit(free, needed)
+        raise CheckpointNotWritten(
+            f"{folder}: {there} are free and the checkpoint needs {wanted}; free some, keep fewer "
+            "(--checkpoint.keep), or use another folder"
+        )
+
+
+def in_one_unit(free: int, needed: int) -> tuple[str, str]:
+    """Both sizes in the largest unit that shows which is more; the second without the unit's name."""
+    for name, unit in (("MiB", 2**20), ("KiB", 2**10)):
+        down, up = free // unit, -(-needed // unit)
+        if down < up and all(n == 0 or n >= SHOWN * unit for n in (free, needed)):
+            return f"{down:,} {name}", f"{up:,}"
+    return f"{free:,} bytes", f"{needed:,}"
+
 
 LATEST = "LATEST"
 STALE_S = 3600.0  # before what another job has left unfinished is taken away
@@ -94,7 +138,7 @@ class Folder:
         Raises:
             CheckpointNotWritten: the folder cannot be written, or has no room for ``nbytes``.
         """
-        room.check_room(self.path, nbytes)
+        check_room(self.path, nbytes)
 
     def begin(self, step: int) -> Path:
         """Make a hidden folder for ``step``."""

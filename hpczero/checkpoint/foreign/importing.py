@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.format import NAMED, Table, plain_name
-from hpczero.checkpoint.even_runs import EvenRuns
+from hpczero.checkpoint.exchange import EvenRuns, check_range
 from hpczero.checkpoint.foreign import ties
 from hpczero.checkpoint.foreign.weight_files import Held, WeightFiles, cast
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.range_check import check_range
-from hpczero.checkpoint.stage_buffers import Kept, buffers_of
+from hpczero.checkpoint.states import Kept, buffers_of
 from hpczero.errors import CheckpointMismatch
 from hpczero.zero.buffers import persistent_buffers
 from hpczero.zero.sharding import Sharding

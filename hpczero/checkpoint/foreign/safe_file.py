@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,8 +18,82 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from hpczero.checkpoint.foreign.tensor_digests import UNKNOWN, tensor_digest, with_digests
+from hpczero.files.regular import parse_json
+
+DIGESTS_KEY = "hpczero.digests"
+HAS = "hpczero.has-digests"  # a second entry, or damage to the name of the first would leave a file without digests
+UNKNOWN = "0" * 16  # as long as any other
+
+Array = npt.NDArray[Any]
+
+
+def tensor_digest(dtype: str, shape: Iterable[int], pieces: Iterable[Array]) -> str:
+    """Digest of one tensor, 16 hexadecimal digits.
+
+    Args:
+        dtype: name of the dtype in the file, such as ``F32``.
+        shape: shape in the file.
+        pieces: its bytes from first to last, contiguous.
+    """
+    state = xxhash.xxh3_64(f"{dtype} {list(shape)} ".encode())
+    for piece in pieces:
+        state.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+    return str(state.hexdigest())
+
+
+def with_digests(metadata: Mapping[str, str], tensors: Mapping[str, str]) -> dict[str, str]:
+    """``metadata`` with the entries for the digests; ``tensors`` has the digest of each tensor."""
+    entry = {"metadata": _of_texts(metadata), "tensors": dict(tensors)}
+    return {**metadata, HAS: "true", DIGESTS_KEY: json.dumps(entry, separators=(",", ":"))}
+
+
+@dataclass(frozen=True)
+class Digests:
+    """What a file states that its tensors are.
+
+    Attributes:
+        tensors: digest of each.
+    """
+
+    tensors: dict[str, str]
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str], names: Iterable[str]) -> Digests | None:
+        """Digests of a file with these ``metadata`` and tensors; None if it has none.
+
+        Raises:
+            ValueError: the metadata are not what was written, or the file has other tensors.
+        """
+        if DIGESTS_KEY not in metadata and HAS not in metadata:
+            return None
+        if DIGESTS_KEY not in metadata or metadata.get(HAS) != "true":
+            raise ValueError("its digests are lost")
+        entry = parse_json(metadata[DIGESTS_KEY])
+        fields = entry if isinstance(entry, dict) else {}
+        others = {name: text for name, text in metadata.items() if name not in (DIGESTS_KEY, HAS)}
+        if fields.get("metadata") != _of_texts(others):
+            raise ValueError("what it says beside its tensors does not have the digest it states")
+        tensors = fields.get("tensors")
+        if not isinstance(tensors, dict) or tensors.keys() != set(names):
+            raise ValueError("its tensors are not those it has digests of")
+        return cls(tensors)
+
+    def check(self, name: str, found: str) -> None:
+        """Compare the digest of a tensor with the one that the file states.
+
+        Raises:
+            ValueError: they differ.
+        """
+        if self.tensors[name] != found:
+            raise ValueError(f"{name!r} does not have the digest it was written with")
+
+
+def _of_texts(metadata: Mapping[str, str]) -> str:
+    text = json.dumps(sorted(metadata.items()))
+    return str(xxhash.xxh3_64(text.encode()).hexdigest())
+
 
 INDEX_FILE = "model.safetensors.index.json"
 KEY = "hpczero.checkpoint"  # of what our own files say about their tensors
@@ -43,8 +117,6 @@ DTYPES = {
     "int64": ("I64", 8),
     "float64": ("F64", 8),
 }
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.format import plain_name
-from hpczero.checkpoint.foreign.safe_file import DTYPES
-from hpczero.checkpoint.foreign.tensor_digests import Digests, tensor_digest
+from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, tensor_digest
 from hpczero.checkpoint.foreign.torch_file import TorchFile
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, launcher_rank
 from hpczero.files.regular import check_regular, parse_json, read_text, reason

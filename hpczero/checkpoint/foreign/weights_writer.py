@@ -24,8 +24,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from hpczero.checkpoint.foreign.safe_file import ALIGNMENT, DTYPES
-from hpczero.checkpoint.foreign.tensor_digests import UNKNOWN, tensor_digest, with_digests
+from hpczero.checkpoint.foreign.safe_file import (
+    ALIGNMENT,
+    DTYPES,
+    UNKNOWN,
+    tensor_digest,
+    with_digests,
+)
 from hpczero.errors import CheckpointError
 
 # In the order of the library's own list, which it sorts by, last ones first; then by name.

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 import hpczero
-from hpczero.checkpoint import Checkpoints, streams
+from hpczero.checkpoint import Checkpoints, states
 from hpczero.checkpoint.disk.folder import is_checkpoint, read_manifest
 from hpczero.checkpoint.disk.format import step_folder
 from hpczero.checkpoint.disk.json_keys import extra_of
@@ -123,20 +123,20 @@ class TrainerCheckpoints:
             CheckpointMismatch: it is of another model or optimizer.
         """
         found = load_one(path, hpczero.sharding(model), asked_for=True)
-        self._streams = streams.capture()
+        self._streams = states.capture()
         state: dict[str, Any] = found.extra[KEY]
         return state
 
     def restore_streams(self) -> None:
         """Continue the random streams from where ``load`` left them: skipping data draws from them. Not collective."""
         if self._streams:
-            streams.restore(self._streams)
+            states.restore(self._streams)
 
     def load_weights(self, path: Path, model: nn.Module) -> None:
         """As ``load``, with the random streams left as they are."""
-        before = streams.capture()
+        before = states.capture()
         load_one(path, hpczero.sharding(model), asked_for=True)
-        streams.restore(before)
+        states.restore(before)
 
     def begin(self, model: nn.Module) -> None:
         """A training that does not go on from a checkpoint of this folder; the next save sets aside what is there."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 from types import TracebackType
 
-from hpczero.checkpoint.disk.claims import DEAD_S
 from hpczero.checkpoint.disk.folder import Folder
-from hpczero.checkpoint.disk.lock import BEAT_S, Lock
+from hpczero.checkpoint.disk.lock import BEAT_S, DEAD_S, Lock
 from hpczero.errors import CheckpointNotWritten
 from hpczero.job.topology import Topology
 from hpczero.options.config import DEFAULT_RUN, RunOptions
