@@ -8,10 +8,9 @@ Nothing here needs torch or MPI. Every function runs on one rank alone and gives
 
 from __future__ import annotations
 
-from hpczero.data.batches import Batches, EvaluationBatch, HeldOut
+from hpczero.data.batches import Batches, EvaluationBatch, HeldOut, Sampler
 from hpczero.data.corpus import Corpus
 from hpczero.data.prepare import default_token_file, prepare, seal
-from hpczero.data.sampler import Sampler
 from hpczero.data.tokenize import (
     BPETokenizer,
     ByteTokenizer,

@@ -15,9 +15,8 @@ from typing import Annotated, cast
 import tyro
 
 from hpczero.data.corpus import Corpus
-from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, prepare, seal
+from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, check_target, prepare, seal
 from hpczero.data.rows import corpus_of
-from hpczero.data.targets import check_target
 from hpczero.data.team.base import Alone, Team
 from hpczero.data.team.ranks import Ranks
 from hpczero.data.tokenize import LibraryTokenizer

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from hpczero.data import BPETokenizer, dividing
-from hpczero.data.dividing import LETTERS, LONG_WORD, SIGNS, divided, learnable
+from hpczero.data import BPETokenizer, tokenize
+from hpczero.data.tokenize import LETTERS, LONG_WORD, SIGNS, divided, learnable
 
 PRE = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SCRIPTS = st.text(st.sampled_from([*"ab7'，。、.,(-_“sdltmrve é中ア한жα☃\u0301\n"]), max_size=80)
@@ -63,7 +63,7 @@ def test_what_is_learned_from_has_the_words_of_the_text_but_for_long_ones(
 ) -> None:
     told: list[None] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dividing, "LONG_WORD", long_word)
+        patch.setattr(tokenize, "LONG_WORD", long_word)
         parts = list(learnable(text, text_len, PRE.pre_tokenize_str, lambda: told.append(None)))
     assert "".join(parts) == text
     whole = pieces(text)

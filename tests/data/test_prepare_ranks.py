@@ -18,7 +18,8 @@ import h5py
 import numpy as np
 import pytest
 
-from hpczero.data import Corpus, TokenFile, corpus, pieces, prepare, structure
+from hpczero.data import Corpus, TokenFile, corpus, pieces, prepare
+from hpczero.data import token_writer as structure
 from hpczero.data import token_writer as tokenwriter
 from hpczero.data.team.base import Alone
 from hpczero.data.team.ranks import Ranks
@@ -246,7 +247,7 @@ def test_place_of_tokens_is_known_before_how_many_there_are(
     counts = {"documents": 3, "text_nbytes": 2**40}
     attributes: dict[str, str | int] = {"tokenizer": "x" * (numel[0] % 1_000_000), "version": 2}
     datasets = tuple(structure.Dataset(n, counts) for n in numel)
-    made = structure.made(np.dtype(dtype), datasets, attributes)
+    made = structure.structure_of(np.dtype(dtype), datasets, attributes)
     assert made.places == structure.places(np.dtype(dtype), numel[0])
     assert made.places[0] == structure.places(np.dtype(dtype), 1)[0]
     taken = [

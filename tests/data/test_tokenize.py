@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.data import BPETokenizer, ByteTokenizer, dividing, tokenize
+from hpczero.data import BPETokenizer, ByteTokenizer, tokenize
+from hpczero.data import tokenize as dividing
 from hpczero.data.tokenize import from_json
 from hpczero.errors import ConfigError, DataError
 

@@ -5,8 +5,7 @@ This room needs torch; the rest of ``data`` does not.
 
 from __future__ import annotations
 
-from hpczero.data.loading.global_batches import GlobalBatches, Share
-from hpczero.data.loading.resumable import ResumableLoader
+from hpczero.data.loading.resumable import GlobalBatches, ResumableLoader, Share
 from hpczero.data.loading.tar_shards import TarShards
 
 __all__ = ["GlobalBatches", "ResumableLoader", "Share", "TarShards"]

@@ -11,19 +11,193 @@ made while the program has that batch says so, and the first loop after a load i
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import xxhash
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hpczero.data.loading.fingerprint import fingerprint_of
-from hpczero.data.loading.global_batches import GlobalBatches
-from hpczero.data.loading.keyed import Keyed, Plain
+from hpczero.data.batches import Int64Array, Sampler
 from hpczero.errors import ConfigError
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
+
+
+# What tells a data set from others of its length, so that a run does not go on with other samples unnoticed.
+#
+# A data set of the library ``datasets`` has a fingerprint of its own, of the path on which it was made: the same rows
+# may have another one on another day. So the rows are looked at.
+
+LOOKED_AT = 256  # rows at even distances
+
+
+def fingerprint_of(dataset: Any) -> str | None:
+    """The text, or None: nothing is known of it but its length.
+
+    Args:
+        dataset: its ``fingerprint`` if that is a text; of one of ``datasets`` the digest of its columns and of at most
+            ``LOOKED_AT`` rows, as they are on disk: transforms are not called.
+    """
+    said = getattr(dataset, "fingerprint", None)
+    if isinstance(said, str):
+        return said
+    library = sys.modules.get("datasets")  # whoever has such a data set has imported it
+    if library is None or not isinstance(dataset, library.Dataset):
+        return None
+    looked_at = min(len(dataset), LOOKED_AT)
+    numbers = np.arange(looked_at, dtype=np.int64) * len(dataset) // max(looked_at, 1)
+    rows = dataset.with_format("arrow")[numbers.tolist()].to_pylist() if looked_at else []
+    digest = xxhash.xxh3_128(f"{len(dataset)} {sorted(dataset.column_names)}".encode())
+    for row in rows:
+        digest.update(repr(sorted(row.items())).encode())
+    return digest.hexdigest()
+
+
+# A data set whose samples are drawn by their place in the run, whoever draws them.
+#
+# [Note: Random numbers of a sample]
+# Augmentation draws from torch, NumPy and Python. In a worker of torch's loader these streams depend on the worker's
+# number and on how many samples it had before, so a resumed run or another number of ranks would draw others. Here each
+# sample has streams of its own, seeded by (seed, position). The streams of the program are put back afterwards.
+
+
+class Keyed(Dataset[Any]):
+    """``dataset`` asked for (index, position)."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        """The sample of an index, with the random numbers of a position."""
+        index, position = key
+        with _streams_of(self._seed, position):
+            return self._dataset[index]
+
+
+class Plain(Dataset[Any]):
+    """``dataset`` asked for (index, position), where samples draw nothing."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
+        """The samples of several indices."""
+        indices = [index for index, _ in keys]
+        at_once = getattr(self._dataset, "__getitems__", None)
+        return at_once(indices) if at_once else [self._dataset[index] for index in indices]
+
+
+@contextmanager
+def _streams_of(seed: int, position: int) -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  data sets draw from it
+    first, second = np.random.SeedSequence([seed, position]).generate_state(2).tolist()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(first << 32 | second)
+        np.random.seed(first)  # noqa: NPY002
+        random.seed(first << 32 | second)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+
+
+MOST_SEED = 2**63  # torch takes no larger one
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank takes of a global batch.
+
+    Attributes:
+        samples: indices into the data set, int64 (n,), n at least 1.
+        positions: the place of each in the run, int64 (n,): epoch * num_samples + place in the epoch.
+        weight: what the mean loss over ``samples`` counts: number of ranks * n / samples of the global batch. The mean
+            over ranks of weight * loss is then the mean loss over the global batch. It is 0 for a rank that has no
+            sample of its own and takes one to be in step with the others.
+    """
+
+    samples: Int64Array
+    positions: Int64Array
+    weight: float
+
+
+@dataclass(frozen=True)
+class GlobalBatches:
+    """The batches of a run over a data set, epoch after epoch.
+
+    Attributes:
+        num_samples: length of the data set.
+        global_batch: samples of a step over all ranks.
+        seed: of the order.
+        shuffle: whether each epoch has an order of its own; otherwise it is that of the data set.
+        drop_last: whether samples that fill no global batch are left out of the epoch.
+
+    Raises:
+        ConfigError: a number is below 1, or no batch is left, or the seed is none.
+    """
+
+    num_samples: int
+    global_batch: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "global_batch"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or value < 1:
+                raise ConfigError(f"{name}: got {value!r}, expected a whole number of at least 1")
+        if not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < MOST_SEED:
+            raise ConfigError(
+                f"seed: got {self.seed!r}, expected a whole number from 0 to 2^63 - 1"
+            )
+        if self.drop_last and self.num_samples < self.global_batch:
+            raise ConfigError(
+                f"got {self.num_samples} samples and a global batch of {self.global_batch}, so no batch is full; use a "
+                "smaller one, or drop_last=False"
+            )
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        whole, rest = divmod(self.num_samples, self.global_batch)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def is_even(self, world_size: int) -> bool:
+        """Whether every rank takes as many samples of every batch as every other."""
+        rest = 0 if self.drop_last else self.num_samples % self.global_batch
+        return self.global_batch % world_size == 0 and rest % world_size == 0
+
+    def share(self, batch: int, rank: int, world_size: int) -> Share:
+        """What one rank takes of a batch. Not collective.
+
+        Args:
+            batch: number of the batch in the run, from 0; it counts through all epochs.
+            rank: of ``world_size``.
+            world_size: number of ranks that train on different samples.
+        """
+        epoch, index = divmod(batch, len(self))
+        begin = index * self.global_batch
+        count = min(self.global_batch, self.num_samples - begin)
+        start, stop = count * rank // world_size, count * (rank + 1) // world_size
+        weight = world_size * (stop - start) / count
+        if start == stop:
+            start, stop = 0, 1
+        places = np.arange(begin + start, begin + stop, dtype=np.int64)
+        positions = epoch * self.num_samples + places
+        samples = places
+        if self.shuffle:
+            samples = Sampler(self.num_samples, self.seed).samples(positions)
+        return Share(samples, positions, weight)
+
 
 # Which samples, in which order, is decided here.
 OURS = ("batch_size", "sampler", "batch_sampler", "generator", "in_order")

@@ -18,8 +18,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.data.batches import Samples, check_global_batch, positions
-from hpczero.data.sampler import Int64Array, Sampler
+from hpczero.data.batches import Int64Array, Sampler, Samples, check_global_batch, positions
 from hpczero.errors import ConfigError
 
 MOST_PERIOD = 10**6  # W; p * W must fit into 64 bits for any p that a run reaches

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from hpczero.data.batches import micro_batch_size
-from hpczero.data.sampler import Sampler
+from hpczero.data.batches import Sampler, micro_batch_size
 from hpczero.errors import ConfigError, DataError
 
 LOOKED_AT = 1024  # rows of a set that its digest is made of
