@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.optim import AdamW8bit
-from hpczero.optim.blocks import Signed, Unsigned
+from hpczero.optim.adamw8bit import Signed, Unsigned
 from hpczero.plan.memory import STATE_BYTES
 from hpczero.zero.update.coded import CodedState
 from tests.checkpoint.programs import first_ranks, state_digests

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpczero.optim import Muon
-from hpczero.optim.orthogonal import orthogonalized
+from hpczero.optim.muon import orthogonalized
 from tests.optim.rules import Zoo, stock_muon, torchs_iteration_in_fp32
 
 SHAPES = [(19, 7), (7, 19), (7, 7), (1, 5), (5, 1)]

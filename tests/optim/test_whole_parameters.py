@@ -14,7 +14,7 @@ import hpczero
 from hpczero.errors import HpcZeroError, PlanError, StepError
 from hpczero.job.mesh import Mesh
 from hpczero.optim import Muon
-from hpczero.optim.orthogonal import orthogonalized
+from hpczero.optim.muon import orthogonalized
 from hpczero.parallel import gpt_rule
 from hpczero.zero.update.directions import directions_of
 from hpczero.zero.update.whole import rounds_of
