@@ -17,7 +17,7 @@ import pytest
 import hpczero
 from docs.rooms import without_map
 from hpczero import errors
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import PRESETS
 from hpczero.options.config import RunConfig
 from hpczero.run.results.metrics import StepMetrics
 from tests.helpers.mpirun import ROOT, run_command, run_ranks

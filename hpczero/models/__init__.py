@@ -9,14 +9,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from hpczero.models.config import GPTConfig, flops_per_token, parameter_count, parameter_shapes
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import (
+    PRESETS,
+    GPTConfig,
+    flops_per_token,
+    parameter_count,
+    parameter_shapes,
+)
 
 if TYPE_CHECKING:
     from hpczero.models.convnet import ConvNet
-    from hpczero.models.deviates import Deviates
     from hpczero.models.generation import generate
     from hpczero.models.gpt import GPT, Block
+    from hpczero.models.initial import Deviates
 
 __all__ = [
     "GPT",
@@ -35,7 +40,7 @@ _MODULE_OF = {
     "GPT": "gpt",
     "Block": "gpt",
     "ConvNet": "convnet",
-    "Deviates": "deviates",
+    "Deviates": "initial",
     "generate": "generation",
 }
 

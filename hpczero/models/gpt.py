@@ -16,9 +16,35 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hpczero.models import documents
 from hpczero.models.config import GPTConfig
 from hpczero.models.initial import InitialWeights
+
+# Several documents in one sequence: where each begins, and what attention may look at.
+#
+# Shape suffixes: B batch, T time.
+
+
+def document_numbers(tokens_BT: Tensor, separator: int) -> Tensor:
+    """Which document of its sequence each token is of, counted from 0; int64 (B, T)."""
+    ends_BT = tokens_BT == separator
+    before_BT = ends_BT.cumsum(1) - ends_BT.long()
+    return before_BT
+
+
+def document_positions(documents_BT: Tensor) -> Tensor:
+    """Place of each token in its document, as far as the sequence shows it; int64 (B, T)."""
+    place_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    start_BT = torch.where(begins_BT, place_T, 0).cummax(1).values
+    return place_T - start_BT
+
+
+def document_mask(documents_BT: Tensor) -> Tensor:
+    """Whether a token (row) may look at another (column): of its document, and not after it; bool (B, 1, T, T)."""
+    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return same_BTT.tril()[:, None]
+
 
 # Logits per piece of the loss: 64 MiB in fp32, and 1 GiB on a device. See mean_cross_entropy.
 LOSS_CHUNK_NUMEL = 2**24
@@ -149,7 +175,7 @@ class GPT(nn.Module):
         x_BTC = self.embed(tokens_BT)
         mask: tuple[Tensor, ...] = ()
         if self.config.separator is not None:
-            mask = (documents.mask(documents.numbers(tokens_BT, self.config.separator)),)
+            mask = (document_mask(document_numbers(tokens_BT, self.config.separator)),)
         for block in self.blocks:
             x_BTC = self.run(block, x_BTC, *mask)
         return self.head(x_BTC, targets_BT)
@@ -166,7 +192,7 @@ class GPT(nn.Module):
         if self.wpe is not None:
             place = torch.arange(span.start, span.stop, device=tokens_BT.device)
             if self.config.separator is not None:
-                place = documents.positions(documents.numbers(tokens_BT, self.config.separator))
+                place = document_positions(document_numbers(tokens_BT, self.config.separator))
             x_BTC = x_BTC + self.wpe(place)
         out_BTC: Tensor = self.dropout(x_BTC)
         return out_BTC

@@ -22,8 +22,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.files.regular import shown
-from hpczero.models.config import GPTConfig, parameter_shapes
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import PRESETS, GPTConfig, parameter_shapes
 from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.footprint import Named, fastest_transport

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpczero.errors import ConfigError
-from hpczero.models.config import GPTConfig, parameter_count
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import PRESETS, GPTConfig, parameter_count
 
 SEED = 0  # of initial weights and data
 LEARNING_RATE = 3e-4

@@ -19,8 +19,7 @@ from itertools import product
 from pathlib import Path
 
 from hpczero.errors import ConfigError, HpcZeroError, run
-from hpczero.models.config import parameter_shapes
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import PRESETS, parameter_shapes
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.footprint import footprint_of
 from hpczero.plan.sizing import blockwise_plan

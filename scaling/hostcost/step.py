@@ -35,8 +35,7 @@ from hpczero.comm.inside.level import NodeLevel, Parts
 from hpczero.job.group import Forwards, Group
 from hpczero.job.watchdog import Watchdog
 from hpczero.memory.buffers import DTYPES, Use
-from hpczero.models.config import parameter_shapes
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import PRESETS, parameter_shapes
 from hpczero.plan.sizing import blockwise_plan
 
 try:

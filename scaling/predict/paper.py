@@ -18,8 +18,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpczero.models.config import GPTConfig, parameter_count
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import PRESETS, GPTConfig, parameter_count
 from hpczero.plan.sizing import ideal_activation_numel, ideal_state_nbytes
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine

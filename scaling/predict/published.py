@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpczero.job.mesh import Mesh
-from hpczero.models.config import GPTConfig
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import PRESETS, GPTConfig
 from hpczero.plan.spread import Spread
 from hpczero.predict.layout import LayoutPrediction, predict_layout
 from hpczero.predict.machine import load_machine

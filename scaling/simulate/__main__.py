@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import PRESETS
 from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of

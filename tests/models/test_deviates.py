@@ -16,8 +16,8 @@ from numpy._core._multiarray_umath import (  # type: ignore[import-not-found]
     __cpu_dispatch__,
 )
 
-from hpczero.models import deviates
-from hpczero.models.deviates import BLOCK, CHUNK, Deviates
+from hpczero.models import initial
+from hpczero.models.initial import BLOCK, CHUNK, Deviates
 from tests.helpers.mpirun import ROOT
 
 MASK = 2**64 - 1
@@ -98,9 +98,9 @@ def test_deviates_are_normal_and_independent_of_their_neighbours() -> None:
 
 def test_no_processor_can_round_a_knot_the_other_way() -> None:
     # Of a library's log the last bits differ. A knot is rounded to a multiple, and none is that near to the middle.
-    knots = 2.0 ** np.arange(-1, 32)[:, None] * (1 + np.arange(2**deviates.BITS) / 2**deviates.BITS)
+    knots = 2.0 ** np.arange(-1, 32)[:, None] * (1 + np.arange(2**initial.BITS) / 2**initial.BITS)
     knots = knots[knots <= 2**31]
-    scaled = deviates.quantiles(knots) * deviates._ROUNDED
+    scaled = initial.quantiles(knots) * initial._ROUNDED
     from_the_middle = np.abs(scaled - np.floor(scaled) - 0.5)
     assert from_the_middle.min() > 16 * np.spacing(scaled.max())
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hpczero.models.config import GPTConfig, parameter_count, parameter_shapes
+from hpczero.models.config import PRESETS, GPTConfig, parameter_count, parameter_shapes
 from hpczero.models.gpt import DEVICE_LOSS_CHUNK_NUMEL, GPT, LOSS_CHUNK_NUMEL
-from hpczero.models.presets import PRESETS
 from hpczero.parallel.tensor.loss import DEVICE_PIECE_NUMEL, PIECE_NUMEL
 from hpczero.plan import Plan
 from hpczero.plan.rules import default_rule

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from hpczero.job.mesh import Mesh
-from hpczero.models.config import GPTConfig
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import PRESETS, GPTConfig
 from hpczero.plan.spread import Spread
 from hpczero.predict.job import Job
 from hpczero.predict.layout import LayoutPrediction, predict_layout

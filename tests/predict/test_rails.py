@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hpczero.comm.algorithms.exchanges import steps
 from hpczero.kernels.source import MOST_BLOCKS
 from hpczero.kernels.tree_sum import levels
-from hpczero.models.config import GPTConfig
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import PRESETS, GPTConfig
 from hpczero.plan.footprint import footprint_of
 from hpczero.plan.rounds import IN_FLIGHT, gather_messages, rail_messages
 from hpczero.predict.job import Job

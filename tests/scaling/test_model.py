@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
-from hpczero.models.config import GPTConfig, flops_per_token
-from hpczero.models.presets import PRESETS
+from hpczero.models.config import PRESETS, GPTConfig, flops_per_token
 from hpczero.predict.job import Job
 from hpczero.predict.machine import FOLDER, Machine, Roofline, load_machine, machine_names
 from hpczero.predict.model import largest_micro_batch, predict
