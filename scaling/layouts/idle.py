@@ -26,9 +26,8 @@ from typing_extensions import override
 import hpczero
 from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
-from hpczero.parallel.pipeline.actions import schedule_of
 from hpczero.parallel.pipeline.runner import Pipeline
-from hpczero.parallel.pipeline.simulate import Costs, simulate
+from hpczero.parallel.pipeline.simulate import Costs, schedule_of, simulate
 from hpczero.parallel.pipeline.stages import Stages, cut
 
 WIDTH = 16

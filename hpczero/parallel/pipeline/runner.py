@@ -11,6 +11,7 @@ Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2 (issue 19).
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,14 +23,175 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpczero.comm.stage_messages import Message, StageMessages
 from hpczero.errors import ConfigError, PlanError, StepError
-from hpczero.parallel.pipeline.actions import Action, forwards_of, schedule_of
-from hpczero.parallel.pipeline.given import Given
-from hpczero.parallel.pipeline.passing import Arrived, of_mean, to_send
-from hpczero.parallel.pipeline.simulate import Simulation, simulate
-from hpczero.parallel.pipeline.stages import stage_of
+from hpczero.parallel.pipeline.simulate import (
+    Action,
+    Simulation,
+    forwards_of,
+    schedule_of,
+    simulate,
+)
+from hpczero.parallel.pipeline.stages import Stage, stage_of
 from hpczero.parallel.pipeline.ties import Ties
 from hpczero.zero.accumulation import counted, read_later
 from hpczero.zero.zeroify import sharding
+
+
+class Arrived:
+    """An activation of the stage before. Nothing here is collective.
+
+    A leaf that requires a gradient could not be changed in place, as blocks of the whole model may do (``x += ...``).
+    What the stage gets is therefore the output of a node that keeps the gradient.
+
+    Attributes:
+        values: for the stage.
+        gradient: of the loss in it; None before the backward, or where nothing depends on it.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        """``x``: of any shape and floating dtype."""
+        self.gradient: Tensor | None = None
+        anchor = torch.empty(
+            0, requires_grad=torch.is_grad_enabled(), dtype=torch.float32, device="cpu"
+        )
+        self.values: Tensor = _Arrive.apply(x, anchor, self)  # type: ignore[no-untyped-call]
+
+
+class _Arrive(torch.autograd.Function):
+    """(x, anchor, arrived) -> x, whose gradient is left in ``arrived``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, arrived: Arrived) -> Tensor:
+        """The memory of ``x``."""
+        ctx.arrived = weakref.ref(arrived)  # which has the output, and so this node
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """Keep it."""
+        arrived = ctx.arrived()
+        if arrived is not None:
+            arrived.gradient = gradient
+        return None, None, None
+
+
+def of_mean(values: tuple[Any, ...], parts: int) -> tuple[Any, ...]:
+    """``values``, of which tensors that need a gradient get that of the mean over ``parts`` micro-batches."""
+    if not torch.is_grad_enabled():
+        return values
+    return tuple(
+        _OfMean.apply(each, parts) if isinstance(each, Tensor) and each.requires_grad else each  # type: ignore[no-untyped-call]
+        for each in values
+    )
+
+
+class _OfMean(torch.autograd.Function):
+    """(x, parts) -> x, whose gradient is divided by ``parts``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
+        """The memory of ``x``."""
+        ctx.parts = parts
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Of the loss of one micro-batch, to be one of ``parts``."""
+        return gradient / ctx.parts, None
+
+
+def to_send(y: Tensor) -> Tensor:
+    """The values of ``y``, an activation or its gradient, in memory of their own, until they are sent.
+
+    That of ``y`` may be a parameter's, or a block or a hook has kept it and changes it in its next micro-batch, while
+    the values are on their way: a running mean that began as a detached output, for example.
+    """
+    return y.detach().clone(memory_format=torch.contiguous_format)
+
+
+class Given(NamedTuple):
+    """Inputs and targets of one stage.
+
+    Attributes:
+        number: of micro-batches.
+        inputs: of each micro-batch; empty where the stage needs none.
+        targets: of each micro-batch; empty tuples where the stage needs none.
+        wants_loss: whether the last stage computes one.
+    """
+
+    number: int
+    inputs: list[tuple[Any, ...]]
+    targets: list[tuple[Any, ...]]
+    wants_loss: bool
+
+    @classmethod
+    def of(
+        cls,
+        stage: Stage,
+        micro_batches: int,
+        inputs: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        *,
+        any_number: bool = False,
+        targets_too: bool = True,
+    ) -> Given:
+        """Check what a program has given. Not collective.
+
+        Args:
+            stage: of this rank.
+            micro_batches: of a step.
+            inputs: as of ``Pipeline.step``.
+            targets: as of ``Pipeline.step``.
+            any_number: whether there may be more or fewer micro-batches than in a step.
+            targets_too: whether the last stage needs targets, and computes a loss.
+
+        Raises:
+            ConfigError: the stage lacks what it needs, or there are too many or too few; a target needs a gradient.
+        """
+        needs = {
+            "inputs": stage.is_first(0),
+            "targets": targets_too and stage.is_last(len(stage.chunks) - 1),
+        }
+        given = {"inputs": inputs, "targets": targets}
+        lengths = {name: len(value) for name, value in given.items() if value is not None}
+        number = next(iter(lengths.values()), micro_batches) if any_number else micro_batches
+        for name, needed in needs.items():
+            if needed and given[name] is None:
+                raise ConfigError(
+                    f"stage {stage.group.rank} of {stage.group.size} needs the {name} of the micro-batches, got None; "
+                    "only stages that are not the first need no inputs, and those that are not the last no targets"
+                )
+        if not number or any(length != number for length in lengths.values()):
+            found = ", ".join(f"{length} {name}" for name, length in lengths.items()) or "none"
+            expected = "equally many, at least 1" if any_number else f"{number} of each"
+            raise ConfigError(
+                f"stage {stage.group.rank} of {stage.group.size}: got {found}, expected {expected}: one for each "
+                "micro-batch"
+            )
+        if needs["targets"] and torch.is_grad_enabled():
+            _check_without_gradients(targets or ())
+        return cls(
+            number,
+            [_as_tuple(each) for each in inputs] if inputs is not None and needs["inputs"] else [],
+            [_as_tuple(each) for each in targets]
+            if targets is not None and needs["targets"]
+            else [()] * number,
+            targets_too,
+        )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _check_without_gradients(targets: Sequence[Any]) -> None:
+    """The gradient of a target would be of a sum over micro-batches, and carry a loss scale."""
+    for number, target in enumerate(targets):
+        if any(isinstance(each, Tensor) and each.requires_grad for each in _as_tuple(target)):
+            raise ConfigError(
+                f"pipeline: the targets of micro-batch {number} need a gradient, expected none; detach them, or make "
+                "what is trained of them a parameter of the model"
+            )
+
 
 REDUCE = ("once", "each")
 

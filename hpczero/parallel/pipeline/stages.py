@@ -14,19 +14,198 @@ Modules without parameters and without persistent buffers stay on all stages.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hpczero.comm.stage_messages import give_all
 from hpczero.errors import PlanError, StepError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
-from hpczero.parallel.pipeline.owners import Owners, persistent_buffers
-from hpczero.parallel.pipeline.refusals import check_model
 from hpczero.plan.placement import KEY, ModelPart, Placement, part_of
+from hpczero.zero.sharding import KEY as SHARDING
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def check_model(model: object) -> None:
+    """Refuse what a stage would not do as the whole model does.
+
+    Raises:
+        PlanError: the message names the module or parameter, and what to do instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"cut: got {type(model).__name__}, expected a torch.nn.Module")
+    if part_of(model) is not None:
+        raise PlanError("cut: the model is a part of one already; cut the whole model, once")
+    for name, module in model.named_modules():
+        title = f"module {name or 'model'!r} ({type(module).__name__})"
+        if SHARDING in module.__dict__:
+            raise PlanError(f"cut: {title} was zeroified; cut the model before zeroify")
+        if "forward" in module.__dict__ and not name:
+            raise PlanError(
+                "cut: model.forward was replaced, and a stage has a forward of its own; cut before whatever replaces it"
+            )
+        if any(not _is_of_torch(h) for kind in HOOKS for h in getattr(module, kind).values()):
+            raise PlanError(
+                f"cut: {title} has a hook, which would see one stage's part of the model, or nothing where the module "
+                "is taken out; register hooks after the cut, on the stages that have the module"
+            )
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise PlanError(
+                f"cut: parameter {name!r} is uninitialized: a lazy module takes its shape from its first input. Call "
+                "the model once before the cut"
+            )
+
+
+def _is_of_torch(hook: object) -> bool:
+    """Whether torch's own hook makes the module's weight, as weight_norm and spectral_norm do."""
+    return type(hook).__module__.startswith("torch.nn.utils.")
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Of one model.
+
+    Attributes:
+        stage_of_block: by the block's name in its container.
+        aliases: further names of parameters, each with the first one.
+        tied: parameters that the first and the last stage both hold, by their first name in the whole model: the first
+            name of each on either stage, by stage.
+    """
+
+    stage_of_block: Mapping[str, int]
+    aliases: Mapping[str, str]
+    tied: Mapping[str, Mapping[int, str]]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        blocks: str,
+        before: Sequence[str],
+        after: Sequence[str],
+        counts: Sequence[int],
+        stages: int,
+    ) -> Owners:
+        """Find the owner of everything.
+
+        Args:
+            model: whole.
+            blocks: name of the container, which is one.
+            before: names on the first stage.
+            after: names on the last stage.
+            counts: blocks of each piece.
+            stages: their number.
+
+        Raises:
+            PlanError: a name that is none, or is listed twice; a parameter or persistent buffer that no stage or
+                several stages would hold.
+        """
+        _check_names(model, blocks, before, after)
+        keys = list(model.get_submodule(blocks)._modules)
+        pieces = [piece for piece, count in enumerate(counts) for _ in range(count)]
+        stage_of_block = {key: piece % stages for key, piece in zip(keys, pieces, strict=True)}
+        places = {f"{blocks}.{key}": stage for key, stage in stage_of_block.items()}
+        places |= dict.fromkeys(before, 0) | dict.fromkeys(after, stages - 1)
+        aliases: dict[str, str] = {}
+        tied: dict[str, dict[int, str]] = {}
+        for names in _names_of(model.named_parameters(remove_duplicate=False)):
+            aliases |= dict.fromkeys(names[1:], names[0])
+            found = _stages_of(names, places, "parameter")
+            if len(found) > 1:
+                if set(found) != {0, stages - 1}:
+                    raise PlanError(
+                        f"cut: parameter {names[0]!r} is shared by the stages {sorted(found)}, as "
+                        f"{', '.join(map(repr, found.values()))}; only the first and the last stage can share one. "
+                        "Choose another balance, or give each its own parameter"
+                    )
+                tied[names[0]] = found
+        for names in _names_of(persistent_buffers(model, duplicates=True).items()):
+            found = _stages_of(names, places, "persistent buffer")
+            if len(found) > 1:
+                raise PlanError(
+                    f"cut: persistent buffer {names[0]!r} is shared by the stages {sorted(found)}, each of which would "
+                    "change its own; give each stage its own buffer, or register it with persistent=False"
+                )
+        return cls(stage_of_block, aliases, tied)
+
+
+def persistent_buffers(model: nn.Module, *, duplicates: bool = False) -> dict[str, Tensor]:
+    """Buffers that state_dict would save, by name; each once unless ``duplicates``."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=not duplicates):
+        for name, buffer in module._buffers.items():
+            known = id(buffer) in seen and not duplicates
+            if buffer is None or known or name in module._non_persistent_buffers_set:
+                continue
+            seen.add(id(buffer))
+            found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def _names_of(named: object) -> Iterator[list[str]]:
+    """All names of each tensor, in the order of first names."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named:  # type: ignore[attr-defined]
+        names.setdefault(id(tensor), []).append(name)
+    yield from names.values()
+
+
+def _stages_of(names: Sequence[str], places: Mapping[str, int], what: str) -> dict[int, str]:
+    """The stages that hold a tensor, each with the first of its names there."""
+    found: dict[int, str] = {}
+    for name in names:
+        parts = name.split(".")
+        paths = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+        stage = next((places[path] for path in paths if path in places), None)
+        if stage is None:
+            raise PlanError(
+                f"cut: {what} {name!r} is neither in the blocks nor before nor after them, so no stage would hold it; "
+                "name it, or the module that has it, in Stages(before=...) or Stages(after=...)"
+            )
+        found.setdefault(stage, name)
+    return found
+
+
+def _check_names(
+    model: nn.Module, blocks: str, before: Sequence[str], after: Sequence[str]
+) -> None:
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    seen: set[str] = set()
+    for where, names in (("before", before), ("after", after)):
+        for name in names:
+            if name not in known or not name:
+                raise PlanError(
+                    f"stages: {where} names {name!r}, which is no module, parameter or buffer of the model; use names "
+                    "as model.named_modules() lists them"
+                )
+            inside = (
+                blocks == name or blocks.startswith(f"{name}.") or name.startswith(f"{blocks}.")
+            )
+            if inside:
+                raise PlanError(
+                    f"stages: {where} names {name!r}, and the blocks are in {blocks!r}; name what lies beside the "
+                    "blocks, not what they are in or what is in them"
+                )
+            nested = next(
+                (n for n in seen if f"{name}.".startswith(f"{n}.") or n.startswith(f"{name}.")),
+                None,
+            )
+            if nested is not None:
+                raise PlanError(
+                    f"stages: {nested!r} and {name!r} in before and after are the same or one in the other; name each "
+                    "module once, and give each of two that share a weight a name of its own"
+                )
+            seen.add(name)
+
 
 STAGE = "_hpczero_stage"  # in the ``__dict__`` of a model that was cut
 

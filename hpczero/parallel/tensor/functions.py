@@ -23,11 +23,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils import _pytree
 
 from hpczero.comm.sums import Sums
 from hpczero.errors import StepError
+from hpczero.plan.placement import part_of
 from hpczero.zero.calls.ways import untraced
 
 
@@ -149,3 +151,31 @@ def compare(what: str, x: Tensor, sums: Sums) -> None:
     """Have the next exchange find out whether all ranks have the same ``x`` (``Sums.compare``)."""
     if not torch._C._are_functorch_transforms_active():  # their tensors have no memory of their own
         sums.compare(what, x)
+
+
+# Inputs of a model whose layers are cut: they must be the same on all ranks that share the layers.
+#
+# Nothing else would tell. Every rank adds its part of each product, and a sum over parts of different samples has the
+# right shape. What a rank was given travels as a checksum with its first exchange, which costs no message. Tensors on a
+# device are not looked at: they would have to be waited for.
+
+
+@untraced
+def compare_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sums: Sums
+) -> None:
+    """A forward pre-hook of the model; the next exchange raises CommError on all ranks where inputs differ.
+
+    A pipeline stage gets activations, which under sequence parallelism are those of own tokens. Of its inputs only what
+    is not floating point is compared: tokens, targets, masks.
+    """
+    part = part_of(module)
+    is_whole = part is None or (part.first and part.last)
+    for x in _pytree.tree_leaves((args, kwargs)):
+        if _is_plain(x) and (is_whole or not x.is_floating_point()):
+            compare("inputs of the model", x, sums)
+
+
+def _is_plain(x: object) -> bool:
+    plain = type(x) in (Tensor, nn.Parameter)
+    return plain and x.layout is torch.strided and x.device.type == "cpu"  # type: ignore[attr-defined]

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from hpczero.comm.sums import Sums, give_values, sums_over
 from hpczero.errors import PlanError
 from hpczero.job.topology import Topology
-from hpczero.parallel.tensor.functions import enter, gather, own_part, whole
-from hpczero.parallel.tensor.inputs import compare_inputs
+from hpczero.parallel.tensor.functions import compare_inputs, enter, gather, own_part, whole
 from hpczero.parallel.tensor.inspection import Inspection, Layer, inspect, uncounted
 from hpczero.parallel.tensor.layers import TIME, ColumnLinear, RowLinear, VocabularyEmbedding
 from hpczero.parallel.tensor.masks import PartDropout, check_streams

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from hpczero.errors import ConfigError, PlanError
-from hpczero.parallel.pipeline.actions import Action, forwards_of, schedule_of
-from hpczero.parallel.pipeline.simulate import Costs, simulate
+from hpczero.parallel.pipeline.simulate import Action, Costs, forwards_of, schedule_of, simulate
 
 SIZES = [(p, m) for p in range(1, 7) for m in (1, 2, 3, 5, 8, 12)]
 
