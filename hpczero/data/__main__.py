@@ -25,7 +25,7 @@ from hpczero.errors import ConfigError, run
 from hpczero.job.long_work import watched
 from hpczero.options.environment import Environment
 from hpczero.options.reading import parse_command_line
-from hpczero.run.results.phases import phases_for
+from hpczero.run.results.progress import phases_for
 
 EXCERPT_TOKENS = 200
 

@@ -17,18 +17,14 @@ from hpczero.job.launch import start_topology, use_own_cores
 from hpczero.options.config import RunConfig
 from hpczero.plan.degrees import mesh_on_nodes
 from hpczero.run import ending
-from hpczero.run.expectation import Expectation
-from hpczero.run.measured import after_save, metrics_of
+from hpczero.run.measured import Expectation, Stragglers, after_save, metrics_of
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.setup import Given, Run, set_up
-from hpczero.run.starting.alike import check_same_options
-from hpczero.run.starting.contract import check_kind
-from hpczero.run.starting.factory import made_by_factory
+from hpczero.run.starting.factory import check_kind, check_same_options, made_by_factory
 from hpczero.run.starting.room_check import RoomCheck
 from hpczero.run.stopping.signals import Signals
 from hpczero.run.stopping.stops import Stops, Wish
-from hpczero.run.stragglers import Stragglers
 
 
 def train(

@@ -33,19 +33,16 @@ from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.results.records import Records
 from hpczero.run.starting import resume
-from hpczero.run.starting.building import build, set_options
+from hpczero.run.starting.building import build, recompute_blocks, set_options
 from hpczero.run.starting.choosing import choose_settings, earlier_settings, taken_over
-from hpczero.run.starting.contract import check_card, check_numbers
-from hpczero.run.starting.flops import flops_per_unit
-from hpczero.run.starting.header import tell_header
-from hpczero.run.starting.planned import run_of
+from hpczero.run.starting.factory import check_card, check_numbers
+from hpczero.run.starting.header import flops_per_unit, tell_header
 from hpczero.run.starting.reading import HeldOutSet, Reading, TrainingSet, open_reading
-from hpczero.run.starting.recomputing import recompute_blocks
-from hpczero.run.starting.room_check import RoomCheck
+from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
 from hpczero.run.stopping.attempts import Attempts
-from hpczero.run.stopping.deadline import Deadline
 from hpczero.run.stopping.signals import Signals
+from hpczero.run.stopping.stops import Deadline
 
 
 @dataclass(frozen=True)

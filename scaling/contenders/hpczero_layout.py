@@ -17,7 +17,7 @@ from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import mesh_of
 from hpczero.run.passes import passes_of
 from hpczero.run.results.metrics import Stopwatch
-from hpczero.run.starting.dividing import divide
+from hpczero.run.starting.building import divide
 from scaling.contenders import base
 from scaling.contenders.workload import SEED, Workload
 from scaling.evidence.record import versions

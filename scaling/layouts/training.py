@@ -16,7 +16,7 @@ from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.topology import Topology
 from hpczero.run.passes import PipelinePasses, passes_of
-from hpczero.run.starting.dividing import divide
+from hpczero.run.starting.building import divide
 from hpczero.run.step import TrainingStep
 from scaling.contenders.workload import LEARNING_RATE, SEED
 from scaling.layouts.cases import Case

@@ -39,7 +39,7 @@ from hpczero.plan.precision import Precision
 from hpczero.plan.spread import Spread
 from hpczero.predict.machine import Kernels, Machine, Roofline
 from hpczero.run.passes import Passes, PipelinePasses, PlainPasses
-from hpczero.run.starting.dividing import divide
+from hpczero.run.starting.building import divide
 from hpczero.run.step import TrainingStep
 from scaling.contenders.workload import LEARNING_RATE, SEED
 from scaling.simulate.activations import RecordedPath, RecordedStageMessages

@@ -210,7 +210,7 @@ class Trainer:
         from hpczero.adapters.gpt import GPTAdapter
         from hpczero.data import Batches
         from hpczero.run.passes import passes_of
-        from hpczero.run.starting.dividing import divide
+        from hpczero.run.starting.building import divide
         from hpczero.run.step import TrainingStep
 
         self.topology, self.point, self.accelerator = topology, point, accelerator

@@ -17,7 +17,7 @@ from hpczero.options.config import ParallelOptions, RunConfig, RunOptions, Train
 from hpczero.run.evaluation import Evaluation
 from hpczero.run.passes import passes_of
 from hpczero.run.starting.building import build, decay_groups
-from hpczero.run.starting.own_samples import OwnBatches, OwnHeldOut, Rows
+from hpczero.run.starting.reading import OwnBatches, OwnHeldOut, Rows
 from hpczero.run.step import TrainingStep
 
 if TYPE_CHECKING:

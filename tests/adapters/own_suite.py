@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hpczero.adapters.base import Adapter
-from hpczero.run.starting.flops import flops_per_unit
-from hpczero.run.starting.own_samples import Rows
+from hpczero.run.starting.header import flops_per_unit
+from hpczero.run.starting.reading import Rows
 from tests.adapters.equal import SEED, apart, plain_run, sharded_run
 from tests.helpers.parallel import parallel_assert
 

@@ -14,8 +14,8 @@ from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.base import Adapter
 from hpczero.errors import PlanError
 from hpczero.run.passes import PlainPasses
-from hpczero.run.starting.flops import flops_per_unit
-from hpczero.run.starting.own_samples import Rows
+from hpczero.run.starting.header import flops_per_unit
+from hpczero.run.starting.reading import Rows
 from hpczero.run.step import TrainingStep
 from tests.adapters.equal import apart, plain_run, sharded_run
 from tests.helpers.parallel import parallel_assert

@@ -15,7 +15,7 @@ from hpczero.errors import ConfigError
 from hpczero.models.llama import Llama
 from hpczero.models.llama_config import LlamaConfig
 from hpczero.options.config import LayoutOptions
-from hpczero.run.starting.own_samples import Rows
+from hpczero.run.starting.reading import Rows
 from tests.adapters.equal import apart, plain_run, sharded_run
 from tests.adapters.suite import AdapterSuite
 from tests.helpers.parallel import parallel_assert

@@ -51,7 +51,7 @@ class Inside(Guessing):
 
 def rows(number: int) -> Any:
     """The next token is the sum of the last two, mostly."""
-    from hpczero.run.starting.own_samples import Rows
+    from hpczero.run.starting.reading import Rows
 
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(7, (number, 9), generator=generator)

@@ -36,8 +36,7 @@ from hpczero.options.config import EvaluationOptions, RunConfig, RunOptions, Tra
 from hpczero.options.environment import Environment
 from hpczero.options.reading import to_toml
 from hpczero.run.results.folder import RunFolder
-from hpczero.run.results.metrics import StepMetrics, read_metrics
-from hpczero.run.results.metrics_file import MetricsFile
+from hpczero.run.results.metrics import MetricsFile, StepMetrics, read_metrics
 from hpczero.run.results.weights import Weights, WeightSource, write_weights
 from hpczero.run.sampling.sources import open_source
 from hpczero.run.starting import resume

@@ -12,7 +12,7 @@ from hpczero.data.corpus import Corpus
 from hpczero.errors import DataError
 from hpczero.job.topology import Topology
 from hpczero.options.config import DataOptions
-from hpczero.run.starting.own_text import open_tokens
+from hpczero.run.starting.reading import open_tokens
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
 

@@ -88,7 +88,7 @@ def test_text_that_takes_longer_to_tokenize_than_the_limit_is_trained_on(
 ) -> None:
     from hpczero import Topology
     from hpczero.options.config import DataOptions
-    from hpczero.run.starting.own_text import open_tokens
+    from hpczero.run.starting.reading import open_tokens
 
     # As many pieces as 8 GiB have; the tokenizer's library tells nothing while it is at 256 of them.
     monkeypatch.setattr("hpczero.data.corpus.BLOCK_NBYTES", 4096)

@@ -137,7 +137,7 @@ def train_laid_out(
     from hpczero.parallel.tensor import close
     from hpczero.run.passes import passes_of
     from hpczero.run.results.metrics import Stopwatch
-    from hpczero.run.starting.dividing import divide
+    from hpczero.run.starting.building import divide
 
     adapter = GPTAdapter(config)
     with torch.device("meta"):

@@ -23,7 +23,7 @@ from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread, part_of_gpt
 from hpczero.run.passes import PipelinePasses, passes_of
 from hpczero.run.results.metrics import Stopwatch
-from hpczero.run.starting.dividing import divide
+from hpczero.run.starting.building import divide
 from tests.helpers.parallel import parallel_assert
 from tests.parallel.wholes import tensor_ranks
 

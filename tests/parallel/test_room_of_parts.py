@@ -22,8 +22,7 @@ from hpczero.run.passes import passes_of
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.building import build
 from hpczero.run.starting.header import describe_layout, describe_run, describe_sent
-from hpczero.run.starting.planned import run_of
-from hpczero.run.starting.room_check import RoomCheck
+from hpczero.run.starting.room_check import RoomCheck, run_of
 from tests.helpers.parallel import parallel_assert
 from tests.parallel.layouts import laid_out, sizes, text
 

@@ -20,7 +20,7 @@ from hpczero.planner.choice import Choice, Foretold, Freedom, candidates, kind_o
 from hpczero.planner.search import balance_on, foretell_on, least_units, search, sizes_of
 from hpczero.planner.words import describe, lines, options_of
 from hpczero.predict.machine import Machine, load_machine
-from hpczero.run.starting.offloading import activations_of, offload_of
+from hpczero.run.starting.precheck import activations_of, offload_of
 
 MODEL = GPTConfig(vocab_size=4096, context=256, layers=12, hidden=512, heads=8)
 SMALL = Offload(window=MIB)  # blocks of staging that a small model can save by

@@ -14,8 +14,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hpczero.options.config import LogOptions, RunConfig, RunOptions
 from hpczero.run.results.folder import RunFolder
-from hpczero.run.results.metrics import read_metrics
-from hpczero.run.results.metrics_file import MetricsFile
+from hpczero.run.results.metrics import MetricsFile, read_metrics
 from hpczero.run.results.records import Records
 from tests.runs.test_metrics import metrics
 

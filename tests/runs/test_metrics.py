@@ -23,6 +23,7 @@ from hpczero.run import ending
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import (
     Interval,
+    MetricsFile,
     StepMetrics,
     StepSplit,
     Stopwatch,
@@ -30,7 +31,6 @@ from hpczero.run.results.metrics import (
     process_peak_nbytes,
     read_metrics,
 )
-from hpczero.run.results.metrics_file import MetricsFile
 from hpczero.run.results.plot import plot_losses
 from hpczero.run.results.progress import progress_for
 from hpczero.run.results.records import Records

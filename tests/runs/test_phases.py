@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpczero.job.long_work import Moment
-from hpczero.run.results.phases import PhaseLines, clock, figures, phases_for
+from hpczero.run.results.progress import PhaseLines, clock, figures, phases_for
 
 
 def test_figures_are_done_total_rate_and_time_left() -> None:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpczero.options.environment import Environment
-from hpczero.run.stopping.deadline import Deadline
 from hpczero.run.stopping.signals import Signals
-from hpczero.run.stopping.stops import Stops, Wish
+from hpczero.run.stopping.stops import Deadline, Stops, Wish
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpczero.run.stragglers import Stragglers, slower_than_before, slower_than_others
+from hpczero.run.measured import Stragglers, slower_than_before, slower_than_others
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from hpczero.errors import PlanError, StepError
 from hpczero.models import GPT, GPTConfig
 from hpczero.models.initial import InitialWeights
 from hpczero.options.config import LayoutOptions
-from hpczero.run.starting.dividing import divide
+from hpczero.run.starting.building import divide
 from hpczero.zero.filling import GAP, SAMPLE, SPAN
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, raises_on_all

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from hpczero.errors import EXHAUSTED
 from hpczero.options.config import LogOptions
 from hpczero.run.results.folder import RunFolder
-from hpczero.run.results.metrics import StepMetrics
-from hpczero.run.results.metrics_file import MetricsFile
+from hpczero.run.results.metrics import MetricsFile, StepMetrics
 from hpczero.run.results.progress import progress_for
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.parallel.tensor import close
 from hpczero.plan.degrees import check_model, mesh_on_nodes
 from hpczero.run.sampling.sources import open_source
-from hpczero.run.starting.dividing import divide
+from hpczero.run.starting.building import divide
 
 
 def sample(

@@ -13,15 +13,44 @@ from torch.optim import AdamW
 
 import hpczero
 from hpczero.accelerator import Accelerator
+from hpczero.activations import Checkpointing, keep_products
 from hpczero.adapters.base import Adapter
 from hpczero.errors import ConfigError
 from hpczero.job.topology import Topology
-from hpczero.options.config import RunConfig, TrainOptions
+from hpczero.options.config import LayoutOptions, RunConfig, TrainOptions
+from hpczero.parallel.pipeline.stages import cut
+from hpczero.parallel.tensor import share_sequence, split
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
-from hpczero.run.starting.dividing import divide
-from hpczero.run.starting.offloading import offload_of
+from hpczero.run.starting.precheck import activations_of, offload_of
+from hpczero.run.starting.room_check import RoomCheck
+
+
+def divide(
+    options: LayoutOptions, adapter: Adapter, model: nn.Module, topology: Topology
+) -> nn.Module:
+    """Keep this rank's part of ``model``, in place, before its optimizer is made. Collective over the topology's world.
+
+    Args:
+        options: degrees, which are those of the topology's mesh.
+        adapter: of the model.
+        model: whole, on the meta device.
+        topology: the ranks.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        PlanError: the model cannot be divided so; the same on every rank.
+    """
+    if options.pipeline > 1:
+        cut(model, topology, adapter.stages(model), interleave=options.interleave)
+    if options.tensor > 1:
+        split(model, topology, adapter.tensor_rule(), sequence=options.sequence)
+    if options.context > 1:
+        share_sequence(model, topology)
+    return model
 
 
 def build(
@@ -146,3 +175,49 @@ def set_options(optimizer: AdamW, options: TrainOptions) -> None:
     for group, weight_decay in zip(optimizer.param_groups, decays, strict=True):
         rate = options.learning_rate
         group.update(lr=rate, initial_lr=rate, betas=options.betas, weight_decay=weight_decay)
+
+
+def recompute_blocks(
+    config: RunConfig,
+    adapter: Adapter,
+    model: nn.Module,
+    accelerator: Accelerator,
+    room: RoomCheck,
+) -> Checkpointing | None:
+    """Have the blocks of a zeroified model computed again in backward, as the options say. Collective.
+
+    Args:
+        config: the options.
+        adapter: of the model.
+        model: zeroified.
+        accelerator: that computes.
+        room: has checked the run, if it is one that can be counted.
+
+    Returns:
+        What calls them, which its user closes; None where nothing is computed again.
+
+    Raises:
+        TierError, ConfigError, OutOfMemory: the tier cannot be had; on every rank.
+        PlanError: the adapter knows of no blocks; on every rank.
+    """
+    asked = activations_of(config)
+    if asked.checkpointing == "none":
+        return None
+    if room.run is None and asked.away:
+        raise ConfigError(
+            f"activations.rest: got {asked.rest}, and of {config.model.title} nobody knows how large the inputs of its "
+            "blocks are; leave them on the device"
+        )
+    input_nbytes = room.run.input_nbytes if room.run is not None else 1
+    with hpczero.sharding(model).topology.agreed("open the memory tier of block inputs"):
+        checkpointing = Checkpointing.create(
+            asked.rest,
+            folder=asked.folder,
+            policy=keep_products if asked.checkpointing == "selective" else None,
+            device=accelerator,
+            window=asked.block_nbytes(input_nbytes),
+            buffers=asked.buffers,
+        )
+        adapter.call_blocks_by(model, checkpointing)
+    checkpointing.join(model)
+    return checkpointing

@@ -36,8 +36,7 @@ from hpczero.predict.machine import Machine
 from hpczero.probe.job import probe_job
 from hpczero.probe.machine import machine_of
 from hpczero.run.results.folder import RunFolder
-from hpczero.run.starting.planned import run_of
-from hpczero.run.starting.room_check import fitting_on
+from hpczero.run.starting.room_check import fitting_on, run_of
 
 CHOSEN = ("optimizer", "gradients", "parameters", "fraction", "step")  # of offload
 

@@ -13,18 +13,52 @@ from hpczero.checkpoint.disk.lock import is_claimed
 from hpczero.data import Batches, Corpus, TokenFile
 from hpczero.data.prepare import names_token_file
 from hpczero.data.sources import Sources, names_sources
-from hpczero.errors import HpcZeroError
+from hpczero.errors import ConfigError, HpcZeroError
 from hpczero.job import log
 from hpczero.job.mesh import Mesh
 from hpczero.models import GPTConfig
-from hpczero.options.config import DEFAULT_RUN, LayoutOptions, RunConfig
+from hpczero.options.config import DEFAULT_RUN, LayoutOptions, OffloadOptions, RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms, parse_nodes
 from hpczero.plan.batch import Batch
+from hpczero.plan.offload import MIB, Activations, Offload
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting import resume
-from hpczero.run.starting.offloading import activations_of
 from hpczero.run.stopping.attempts import Attempts
+
+
+def offload_of(options: OffloadOptions) -> Offload:
+    """What ``zeroify`` takes; not checked against a stage."""
+    return Offload(
+        optimizer=options.optimizer,
+        gradients=options.gradients,
+        parameters=options.parameters,
+        folder=options.folder,
+        window=options.window * MIB,
+        buffers=options.buffers,
+        ahead=options.ahead,
+        fraction=options.fraction,
+        step=options.step,
+        delayed=options.delayed,
+    )
+
+
+def activations_of(config: RunConfig) -> Activations:
+    """What is computed again, and where inputs of blocks rest; not checked against a device.
+
+    Raises:
+        ConfigError: two options ask for different things.
+    """
+    asked, kind = config.activations, config.activations.checkpointing
+    if config.model.checkpoint_activations:
+        if kind == "selective":
+            raise ConfigError(
+                "activations.checkpointing: got selective beside model.checkpoint_activations true, which is block; "
+                "leave model.checkpoint_activations out"
+            )
+        kind = "block"
+    folder = asked.folder or config.offload.folder
+    return Activations(kind, asked.rest, folder, buffers=asked.buffers)
 
 
 def mistake_of(

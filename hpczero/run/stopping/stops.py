@@ -8,13 +8,118 @@ A signal often reaches only some ranks, and never all at the same step, so ranks
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 
+from hpczero.errors import ConfigError
 from hpczero.files.regular import kind_of
+from hpczero.job import log
+from hpczero.job.launch import ask_time_left
 from hpczero.job.topology import Topology
-from hpczero.run.stopping.deadline import Deadline
+from hpczero.options.environment import Environment
 from hpczero.run.stopping.signals import Signals
+
+# When the job ends, and whether that is near.
+#
+# ``sbatch --signal`` gives notice a fixed time before the end. The deadline works without that option, and it knows how
+# long a save of this run takes.
+
+SAVES, STEPS = 3.0, 2.0  # what must fit: a slow file system takes thrice as long, a step twice
+ENDING_S = 15.0  # and for the ranks to end, and the job's script to requeue
+ASK_AGAIN_S = 60.0
+REMEMBERED_STEPS = 16
+
+
+class Deadline:
+    """The end of a job. It is never near if the job has no time limit."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        *,
+        ask: Callable[[str], float | None] = ask_time_left,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Ask SLURM once, unless SLURM_JOB_END_TIME states the end.
+
+        Args:
+            environment: with the job, and its end if SLURM states it.
+            ask: gives the seconds left of a job by its id; infinite without a limit, None if that is unknown.
+            now: gives the seconds since the epoch.
+        """
+        self._job = environment.job_of_squeue
+        self._ask = ask
+        self._now = now
+        self._steps: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self._asked_at = -math.inf
+        self._end = math.inf if environment.job_end is None else environment.job_end
+        if self._job and environment.job_end is None:
+            self._look()
+            if self._end == math.inf:
+                log.info(
+                    "time limit: unknown or none; the run stops in time only if it is signalled"
+                )
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the job ends; infinite without a limit."""
+        return self._end - self._now()
+
+    def check_room(self, *, save_s: float) -> None:
+        """Refuse a start whose job is too short for more than one step: it would stop at its first look.
+
+        If such a job is requeued, it does one step at a time for ever. The time of a step is not known yet.
+
+        Args:
+            save_s: seconds of a save, measured or estimated.
+
+        Raises:
+            ConfigError: three saves and the end of the job do not fit into what is left.
+        """
+        needed_s = SAVES * save_s + ENDING_S
+        if not self._holds(needed_s):
+            left_s = max(self.left_s, 0.0)
+            raise ConfigError(
+                f"time limit: {left_s:.0f} s are left of the job, and the run would stop {needed_s:.0f} s before its "
+                f"end (three saves of {save_s:.1f} s, and {ENDING_S:.0f} s): after its first step, at every start. "
+                "Ask for more time: TIME=... with the scripts in slurm/, else sbatch --time=..."
+            )
+
+    def is_near(self, *, step_s: float, save_s: float) -> bool:
+        """Whether three saves, two steps and the end of the job no longer fit into what is left.
+
+        Args:
+            step_s: seconds of the last step; the slowest of the last ones counts.
+            save_s: seconds of a save.
+        """
+        self._steps.append(step_s)
+        needed_s = SAVES * save_s + STEPS * max(self._steps) + ENDING_S
+        if self._holds(needed_s):
+            return False
+        log.info(
+            "time limit: %.0f s are left, %.0f s are needed with saves of %.1f s and steps of %.2f s: stopping",
+            self.left_s,
+            needed_s,
+            save_s,
+            max(self._steps),
+        )
+        return True
+
+    def _holds(self, needed_s: float) -> bool:
+        if self.left_s < needed_s and self._now() - self._asked_at >= ASK_AGAIN_S:
+            self._look()  # the limit may have been changed since
+        return self.left_s >= needed_s
+
+    def _look(self) -> None:
+        self._asked_at = self._now()
+        left = self._ask(self._job)
+        if left is not None:
+            self._end = self._now() + left
+
 
 logger = logging.getLogger("hpczero.stops")
 
