@@ -22,11 +22,10 @@ from hpczero.checkpoint.foreign.safe_file import DTYPES as SIZES
 from hpczero.checkpoint.places import checkpoints_at
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.hf import building
+from hpczero.hf.building import Choice, of_folder
 from hpczero.hf.files import INDEX, SINGLE, WeightFolder
-from hpczero.hf.making import Choice, of_folder
 from hpczero.hf.matching import match, owners_of
-from hpczero.hf.saving import NAMES, Stream, write_beside
-from hpczero.hf.way_back import meta
+from hpczero.hf.saving import NAMES, Stream, meta, write_beside
 from hpczero.memory.buffers import DTYPES
 
 

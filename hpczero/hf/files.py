@@ -5,15 +5,224 @@ Owns: which files there are and which has which tensor. Must not know: MPI, mode
 
 from __future__ import annotations
 
+import os
+import weakref
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, tensor_digest
 from hpczero.errors import CheckpointError, ConfigError
-from hpczero.files.regular import parse_json, read_text, reason
-from hpczero.hf.range_file import Entry, RangeFile
+from hpczero.files.regular import open_regular, parse_json, read_text, reason, shown
+
+# RangeFile: one safetensors file of which any range of elements is read, by pread.
+#
+#     8 bytes: size of the header | header: JSON | tensors, end to end
+
+HEADER_NBYTES = 100_000_000  # the library's own limit; safetensors/src/tensor.rs
+CHUNK_NBYTES = 2**22  # read at a time
+SAMPLES, SAMPLE_NBYTES = 16, 64  # of the values, compared between nodes
+
+_DTYPES: dict[str, tuple[torch.dtype, int]] = {
+    code: (getattr(torch, name), nbytes) for name, (code, nbytes) in DTYPES.items()
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file.
+
+    Attributes:
+        code: the dtype's name in the file.
+        shape: in the file.
+        begin: first byte of it in the file.
+    """
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return _DTYPES[self.code][0]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _DTYPES[self.code][1]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+class RangeFile:
+    """One file, open for reading.
+
+    Attributes:
+        path: of the file.
+        entries: its tensors by key.
+        metadata: texts that it holds beside them.
+        nbytes_read: bytes of values that were read so far, by anybody's call.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and check its header; no values are read.
+
+        Raises:
+            CheckpointError: it cannot be read, is damaged or torn.
+        """
+        self.path = path
+        self.nbytes_read = 0
+        try:
+            self._file = open_regular(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {reason(error)}") from error
+        weakref.finalize(self, os.close, self._file)
+        self._nbytes = os.fstat(self._file).st_size
+        self._begin, header = self._header()
+        self._checksum = zlib.crc32(header)
+        self.metadata, self.entries = self._parsed(header)
+
+    def pieces(self, key: str, start: int, stop: int) -> Iterator[Tensor]:
+        """Elements [start, stop), flat, in the dtype of the file, in pieces. Each is valid until the next.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        entry = self.entries[key]
+        step = CHUNK_NBYTES // entry.itemsize
+        buffer = torch.empty(
+            min(step, stop - start) * entry.itemsize, dtype=torch.uint8, device="cpu"
+        )
+        for first in range(start, stop, step):
+            nbytes = (min(first + step, stop) - first) * entry.itemsize
+            self._read(buffer[:nbytes].numpy(), entry.begin + first * entry.itemsize)
+            self.nbytes_read += nbytes
+            yield buffer[:nbytes].view(entry.dtype)
+
+    def whole(self, key: str) -> Tensor:
+        """A tensor in its shape and dtype."""
+        entry = self.entries[key]
+        found = torch.empty(entry.numel, dtype=entry.dtype, device="cpu")
+        begin = 0
+        for piece in self.pieces(key, 0, entry.numel):
+            found[begin : begin + len(piece)] = piece
+            begin += len(piece)
+        return found.view(entry.shape)
+
+    def fingerprint(self) -> str:
+        """A line that differs for other files, by all of the header and a few of the values."""
+        data = self._nbytes - self._begin
+        places = {data * index // SAMPLES for index in range(SAMPLES)} if data else set()
+        found = self._checksum
+        for place in sorted(places):
+            part = np.empty(min(SAMPLE_NBYTES, data - place), dtype=np.uint8)
+            self._read(part, self._begin + place)
+            found = zlib.crc32(part.data, found)
+        return f"{self.path.name} {self._nbytes} {found:08x}"
+
+    def check(self, part: int, parts: int) -> None:
+        """Check values against the digests that the file states, if it does. Each of ``parts`` readers takes a share.
+
+        Raises:
+            CheckpointError: the message names what is damaged.
+        """
+        try:
+            digests = Digests.of(self.metadata, self.entries)
+            for key in [] if digests is None else list(self.entries)[part::parts]:
+                assert digests is not None, "looked at"
+                entry = self.entries[key]
+                flat = (p.view(torch.uint8).numpy() for p in self.pieces(key, 0, entry.numel))
+                digests.check(key, tensor_digest(entry.code, entry.shape, flat))
+        except ValueError as error:
+            raise self._damaged(str(error)) from error
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: damaged: {what}; fetch it again")
+
+    def _read(self, into: np.ndarray[Any, np.dtype[np.uint8]], begin: int) -> None:
+        done = 0
+        while done < len(into):
+            try:
+                count = os.preadv(self._file, [into[done:].data], begin + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from error
+            if not count:
+                raise self._damaged(f"it ends at byte {begin + done:,} of {self._nbytes:,}")
+            done += count
+
+    def _header(self) -> tuple[int, bytes]:
+        """The first byte after the header, and its bytes."""
+        if self._nbytes < 8:
+            raise self._damaged(f"it has {self._nbytes} bytes, expected a safetensors file")
+        size = np.empty(8, dtype=np.uint8)
+        self._read(size, 0)
+        nbytes = int.from_bytes(size.tobytes(), "little")
+        if not 2 <= nbytes <= min(HEADER_NBYTES, self._nbytes - 8):
+            raise self._damaged(
+                f"its header is stated to have {nbytes:,} bytes, and the file has {self._nbytes:,}"
+            )
+        header = np.empty(nbytes, dtype=np.uint8)
+        self._read(header, 8)
+        return 8 + nbytes, header.tobytes()
+
+    def _parsed(self, header: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
+        try:
+            content = parse_json(header.decode("utf-8"))
+        except ValueError as error:
+            raise self._damaged(f"its header {reason(error)}") from error
+        if not isinstance(content, dict):
+            raise self._damaged("its header is no object")
+        metadata = content.pop("__metadata__", {})
+        if not isinstance(metadata, dict):
+            raise self._damaged("its metadata are no object")
+        entries = {}
+        ends = []
+        for key, fields in content.items():
+            entries[key], end = self._entry(key, fields)
+            ends.append((entries[key].begin, end))
+        at = self._begin
+        for begin, end in sorted(ends):
+            if begin != at:
+                raise self._damaged(f"its tensors leave a gap or overlap at byte {at:,}")
+            at = end
+        if at != self._nbytes:
+            raise self._damaged(
+                f"it has {self._nbytes:,} bytes, expected {at:,} by its header: "
+                + ("it is torn" if self._nbytes < at else "there is more than its tensors")
+            )
+        return {str(k): str(v) for k, v in metadata.items()}, entries
+
+    def _entry(self, key: str, fields: Any) -> tuple[Entry, int]:
+        try:
+            code, shape = str(fields["dtype"]), tuple(fields["shape"])
+            begin, end = fields["data_offsets"]
+            sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        except (TypeError, KeyError, ValueError):
+            sound = False
+        if not sound:
+            raise self._damaged(f"its header says {shown(fields)} of {shown(key)}")
+        if code not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path}: {key!r} is {code}, expected one of {', '.join(_DTYPES)}; convert it"
+            )
+        entry = Entry(code, shape, self._begin + begin)
+        if end - begin != entry.numel * entry.itemsize:
+            raise self._damaged(
+                f"{shown(key)} is {code} of shape {shape} and has {end - begin:,} bytes"
+            )
+        return entry, self._begin + end
+
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"

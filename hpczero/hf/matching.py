@@ -15,8 +15,8 @@ from torch import nn
 from hpczero.checkpoint.disk.format import NAMED
 from hpczero.errors import CheckpointMismatch
 from hpczero.hf.converting import Group
+from hpczero.hf.files import Entry
 from hpczero.hf.library import conversion
-from hpczero.hf.range_file import Entry
 
 
 @dataclass

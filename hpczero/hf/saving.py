@@ -10,23 +10,236 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
+from hpczero.checkpoint.foreign.safe_file import write_json
 from hpczero.checkpoint.foreign.weight_files import cast
-from hpczero.errors import ConfigError
+from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
+from hpczero.errors import CheckpointNotWritten, ConfigError
+from hpczero.files.durable import Hidden, is_free
+from hpczero.files.regular import reason
 from hpczero.finetune.peft_names import first_adapter
-from hpczero.hf.folder_writer import FolderWriter
-from hpczero.hf.library import model_kind
-from hpczero.hf.way_back import Outcome, meta, way_back
+from hpczero.hf.converting import Group
+from hpczero.hf.files import INDEX, SINGLE
+from hpczero.hf.library import conversion, model_kind
 from hpczero.memory.buffers import DTYPES
 from hpczero.zero.full_state import StateByUnit
 from hpczero.zero.zeroify import sharding
+
+
+class FolderWriter:
+    """One folder; a context manager, which leaves nothing of a folder that was not committed. One rank writes."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, Tensor], shard_nbytes: int) -> None:
+        """Nothing is written before the block begins.
+
+        Args:
+            folder: must not exist, or be empty.
+            tensors: shapes and dtypes by key; values do not matter.
+            shard_nbytes: most bytes of a file; a larger tensor has a file of its own.
+
+        Raises:
+            ConfigError: something is at ``folder``.
+        """
+        self._folder = folder.absolute()
+        try:
+            if not is_free(self._folder):
+                raise ConfigError(f"{folder}: is there already; give another name, or take it away")
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be looked at: {reason(error)}") from error
+        self._hidden = Hidden(self._folder)
+        self._tensors = dict(tensors)
+        self._parts = _divided(self._tensors, shard_nbytes)
+        self._stack = ExitStack()
+        self._homes: dict[str, WeightsWriter] = {}
+        self._writers: list[WeightsWriter] = []
+
+    def put(self, key: str, values: Tensor) -> None:
+        """Write one tensor, of the shape and dtype that were said.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self._homes[key].put([(self._tensors[key], values)])
+
+    def commit(self, beside: Callable[[Path], None]) -> None:
+        """All tensors are there: the folder takes its name once everything is on the disk.
+
+        Args:
+            beside: writes what lies beside the weights into the folder that it is given.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        for writer in self._writers:
+            writer.commit()
+        try:
+            beside(self._hidden.path)
+            if len(self._parts) > 1:
+                self._write_index()
+            self._hidden.commit()
+        except OSError as error:
+            raise self._not_written(error) from error
+
+    def __enter__(self) -> Self:
+        """Begin the files.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        try:
+            self._stack.enter_context(self._hidden).path.mkdir()
+            for name, part in self._parts.items():
+                tensors = {key: self._tensors[key] for key in part}
+                writer = WeightsWriter(self._hidden.path / name, tensors, {"format": "pt"})
+                self._stack.enter_context(writer)
+                self._writers.append(writer)
+                self._homes |= dict.fromkeys(part, writer)
+        except BaseException as error:
+            self._stack.close()
+            if isinstance(error, OSError):
+                raise self._not_written(error) from error
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def _not_written(self, error: OSError) -> CheckpointNotWritten:
+        return CheckpointNotWritten(
+            f"{self._folder}: cannot be written ({os.strerror(error.errno or 0)}); check path, space and permissions"
+        )
+
+    def _write_index(self) -> None:
+        total = sum(tensor.nbytes for tensor in self._tensors.values())
+        places = {key: name for name, part in self._parts.items() for key in part}
+        content = {
+            "metadata": {"total_size": total},
+            "weight_map": {key: places[key] for key in self._tensors},
+        }
+        write_json(self._hidden.path / INDEX, content)
+
+
+def _divided(tensors: Mapping[str, Tensor], most: int) -> dict[str, list[str]]:
+    """Keys by file, in order."""
+    parts: list[list[str]] = [[]]
+    room = most
+    for key, tensor in tensors.items():
+        if parts[-1] and tensor.nbytes > room:
+            parts.append([])
+            room = most
+        parts[-1].append(key)
+        room -= tensor.nbytes
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    count = len(parts)
+    return {f"model-{n:05d}-of-{count:05d}.safetensors": part for n, part in enumerate(parts, 1)}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What some tensors of the model become.
+
+    Attributes:
+        group: the tensors, and how they are converted; None for one that stays as it is.
+        names: key in the files, by the name among the group's results.
+        shapes: shapes in the files, by key.
+        sources: names in the model.
+    """
+
+    group: Group | None
+    names: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    sources: tuple[str, ...]
+
+    def convert(self, model: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values by key in the files, from those by name in the model."""
+        if self.group is None:
+            return {key: values[name] for name, key in self.names.items()}
+        found = self.group.convert(model, values.__getitem__)
+        return {self.names[name]: value for name, value in found.items()}
+
+
+def way_back(model: Any, tensors: Mapping[str, Tensor]) -> list[Outcome]:
+    """What the tensors of a model become in its files. Not collective.
+
+    Args:
+        model: of transformers.
+        tensors: parameters and buffers by name; only shapes matter.
+
+    Raises:
+        ConfigError: a transform cannot be undone, or two tensors get one key.
+    """
+    renaming, converter = conversion("WeightRenaming"), conversion("WeightConverter")
+    renamed, converted = conversion("apply_renamings"), conversion("apply_converters")
+    back = [transform.reverse_transform() for transform in reversed(_transforms(model))]
+    renamings = [each for each in back if isinstance(each, renaming)]
+    converters = [each for each in back if isinstance(each, converter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    found: list[Outcome] = []
+    groups: dict[str, Group] = {}
+    for name in sorted(tensors, key=conversion("dot_natural_key")):
+        first, pattern = converted(name, converters)
+        if pattern is None:
+            key = renamed(name, renamings)
+            found.append(Outcome(None, {name: key}, {key: shapes[name]}, (name,)))
+            continue
+        group = groups.setdefault(first, Group(first, copy.deepcopy(by_pattern[pattern])))
+        group.sources.append((name, pattern))
+    for group in groups.values():
+        try:
+            group.plan(model, shapes)
+        except Exception as error:  # of the library, of any kind
+            raise ConfigError(
+                f"{group.first}: transformers cannot convert {[name for name, _ in group.sources][:3]} back to the "
+                f"names of its files: {error}"
+            ) from error
+        names = {name: renamed(name, renamings) for name in group.shapes}
+        there = {names[name]: shape for name, shape in group.shapes.items()}
+        found.append(Outcome(group, names, there, tuple(name for name, _ in group.sources)))
+    _refuse_twice(found)
+    return found
+
+
+def _transforms(model: Any) -> list[Any]:
+    """Those that the model was loaded with, or else those of its kind without what only old files need."""
+    known = getattr(model, "_weight_conversions", None)
+    if known is not None:
+        return list(known)
+    prefixes = conversion("PrefixChange")  # without a load nobody knows whether files had one
+    every = conversion("get_model_conversion_mapping")(model, add_legacy=False)
+    return [each for each in every if not isinstance(each, prefixes)]
+
+
+def _refuse_twice(outcomes: list[Outcome]) -> None:
+    seen: set[str] = set()
+    for outcome in outcomes:
+        for key in outcome.shapes:
+            if key in seen:
+                raise ConfigError(f"two tensors of the model would be {key!r} in the files")
+            seen.add(key)
+
+
+def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What stands for a tensor whose values are not there."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
 
 NAMES = ("fp32", "bf16", "fp16")
 

@@ -332,8 +332,11 @@ def choose_plans(options: Options) -> tuple[GPTConfig | None, Callable[[int, int
         return config, lambda ranks, stage: blockwise_plan(
             shapes, num_shards=ranks, stage=stage, precision=precision
         )
-    from hpczero.hf.building import build  # torch and transformers take seconds to import
-    from hpczero.hf.making import Choice, of_folder
+    from hpczero.hf.building import (
+        Choice,
+        build,  # torch and transformers take seconds to import
+        of_folder,
+    )
     from hpczero.plan.rules import default_rule
 
     sizes = ("layers", "hidden", "heads", "vocab", "positions", "sequence")

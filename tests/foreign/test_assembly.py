@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero.hf.assembly import Assembly, Box, CannotAssembleError, boxes, runs, source
-from hpczero.hf.converting import Group
+from hpczero.hf.converting import Assembly, Box, CannotAssembleError, Group, boxes, runs, source
 
 SHAPES = {"a": (3, 4), "b": (3, 4), "c": (2, 4), "d": (3, 2, 5)}
 TENSORS = {

@@ -11,11 +11,11 @@ own. It is therefore filled from MPI before anything asks it. The type NO says t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
@@ -24,11 +24,99 @@ from transformers import TrainingArguments
 
 import hpczero
 from hpczero.accelerator.choice import choose_accelerator
-from hpczero.errors import ConfigError
-from hpczero.hf.trainer.refusals import check_options, check_sampling
+from hpczero.errors import ConfigError, DataError
+from hpczero.job.group import unlike
+from hpczero.job.messages import Exchange
+from hpczero.job.topology import Topology
 
-if TYPE_CHECKING:
-    from hpczero.job.topology import Topology
+# Options that must keep their default, and what to do instead.
+REFUSED = {
+    "auto_find_batch_size": "ranks would settle on different sizes; set per_device_train_batch_size",
+    "bf16_full_eval": "shards cannot be cast as a whole; train with bf16=True, and evaluation is in bf16 too",
+    "ddp_backend": "there is no torch.distributed; leave it out, and choose transport=...",
+    "ddp_broadcast_buffers": "buffers are those of rank 0 after every step; leave it out",
+    "ddp_bucket_cap_mb": "there are no buckets; leave it out",
+    "ddp_find_unused_parameters": "unused parameters are found by hpczero; leave it out",
+    "ddp_static_graph": "leave it out",
+    "deepspeed": "hpczero does what it does; leave it out, and set stage=...",
+    "enable_jit_checkpoint": "one rank would save alone; send the signal to rank 0 and set should_save in a callback",
+    "fp16": "use bf16=True",
+    "fp16_full_eval": "shards cannot be cast as a whole; leave it out",
+    "fsdp": "hpczero shards the model; leave it out, and set stage=...",
+    "parallelism_config": "leave it out; the ranks share all parameters",
+    "save_on_each_node": "a checkpoint is one file of all ranks; write to a file system that all nodes see",
+    "torch_compile": "a model in shards is not compiled; leave it out",
+    "torch_compile_backend": "a model in shards is not compiled; leave it out",
+    "torch_compile_mode": "a model in shards is not compiled; leave it out",
+}
+# Of accelerator_config, by what must be set.
+CONFIGURED = {
+    "dispatch_batches": (
+        (None, False),
+        "rank 0 would send batches by torch.distributed; leave it out: each rank reads its own",
+    ),
+    "use_configured_state": ((False,), "the state comes from MPI; leave it out"),
+}
+# Where there are several ranks.
+CONFIGURED_FOR_MANY = {
+    "even_batches": (
+        (True,),
+        "ranks with one batch less would leave the others waiting; leave it out",
+    ),
+    "use_seedable_sampler": (
+        (True,),
+        "each rank would shuffle by its own random stream; leave it out",
+    ),
+}
+
+
+def check_options(args: Any) -> None:
+    """Refuse options that cannot work.
+
+    Args:
+        args: training arguments as they were given, before transformers has changed any.
+
+    Raises:
+        ConfigError: one of them is set; the message says what to do instead.
+    """
+    for name, remedy in REFUSED.items():
+        value = getattr(args, name, None)
+        if value not in (None, False, "", [], {}):
+            raise ConfigError(
+                f"{name}: got {value!r}, which HpczeroTrainingArguments cannot do: {remedy}"
+            )
+    if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end":
+        raise ConfigError(
+            f"hub_strategy: got {args.hub_strategy!r}: checkpoints are hpczero's own and are not uploaded; set "
+            "hub_strategy='end', which uploads the final weights"
+        )
+
+
+def check_sampling(args: Any, size: int) -> None:
+    """Refuse ways to share samples among ranks by which ranks would get other samples than each other expects.
+
+    Args:
+        args: training arguments, filled.
+        size: number of ranks.
+
+    Raises:
+        ConfigError: the message names the option.
+    """
+    refused = {**CONFIGURED, **(CONFIGURED_FOR_MANY if size > 1 else {})}
+    for name, (allowed, remedy) in refused.items():
+        value = getattr(args.accelerator_config, name, allowed[0])
+        if value not in allowed:
+            raise ConfigError(
+                f"accelerator_config: {name}: got {value!r}, which HpczeroTrainingArguments cannot do: {remedy}"
+            )
+    if args.accelerator_config.dispatch_batches is None:
+        args.accelerator_config.dispatch_batches = False
+    if size > 1 and args.train_sampling_strategy == "group_by_length":
+        raise ConfigError(
+            "train_sampling_strategy: got 'group_by_length', whose order each rank would draw by itself; use "
+            "'batch_rebalance', which knows of ranks"
+        )
+
 
 # What ranks may set differently: it changes what they say, not what they compute.
 OWN = frozenset(
@@ -175,3 +263,60 @@ class HpczeroTrainingArguments(_TrainingArguments):  # type: ignore[misc]
         """Without what belongs to this process, for ``training_args.bin``; it is found anew where it is loaded."""
         own = ("topology", "distributed_state", "_setup_devices", "_n_gpu")
         return {name: value for name, value in vars(self).items() if name not in own}
+
+
+def check_topology(topology: Topology, args: HpczeroTrainingArguments) -> None:
+    """Refuse a topology on which ranks of MPI would not each train on samples of their own. Not collective.
+
+    Raises:
+        ConfigError: it has other ranks, or degrees of a model's parts.
+    """
+    if (topology.size, topology.rank) != (args.world_size, args.process_index):
+        raise ConfigError(
+            f"topology: this is rank {topology.rank} of {topology.size}, expected {args.process_index} of "
+            f"{args.world_size}: the trainer works on all ranks of MPI's world"
+        )
+    if topology.data.size != topology.size:
+        raise ConfigError(
+            f"topology: {topology.data.size} of {topology.size} ranks train on samples of their own, expected all; "
+            "leave tensor, sequence and pipeline degrees out of the mesh"
+        )
+
+
+def check_equal(
+    exchange: Exchange, args: HpczeroTrainingArguments, positional: Any, named: Mapping[str, Any]
+) -> None:
+    """Refuse ranks whose arguments or data sets differ. Collective over the world.
+
+    Args:
+        exchange: of the ranks.
+        args: of this rank.
+        positional: of the trainer, behind its arguments.
+        named: of the trainer.
+
+    Raises:
+        ConfigError: arguments differ; on every rank.
+        DataError: lengths of data sets differ; on every rank.
+    """
+    topology = exchange.topology
+    found = unlike(topology.world, args.lines())
+    with topology.agreed("compare the arguments of the trainer"):
+        if found is not None:
+            raise ConfigError(
+                f"args: rank {topology.rank} has {found[0]}, and rank 0 {found[1]}; make them equal on all ranks (a "
+                "folder named after the time is made once, and broadcast)"
+            )
+    lengths = {}
+    for name, value in (*enumerate(positional), *named.items()):
+        if name in (1, "train_dataset", 2, "eval_dataset"):
+            with suppress(TypeError, NotImplementedError):
+                lengths[str(name)] = len(value)
+    everywhere = exchange.objects(lengths, "compare the lengths of data sets")
+    odd = next((rank for rank, other in enumerate(everywhere) if other != everywhere[0]), None)
+    if odd is not None:
+        error = DataError(
+            f"data sets: rank {odd} has lengths {everywhere[odd]}, and rank 0 {everywhere[0]}; give every rank the "
+            "same data set: each takes its own part of it"
+        )
+        error.agreed = True
+        raise error

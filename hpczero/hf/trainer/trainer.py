@@ -29,10 +29,16 @@ from hpczero.errors import ConfigError, CorruptCheckpoint, DataError
 from hpczero.finetune.peft_names import is_peft, saved_by_peft, saves_adapters
 from hpczero.hf.files import HIDDEN
 from hpczero.hf.trainer.accelerator import MpiAccelerator, is_sharded
-from hpczero.hf.trainer.adapters import load_adapter
 from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
+from hpczero.hf.trainer.checkpoints import (
+    bring_in,
+    load_adapter,
+    make_room,
+    put_in_place,
+    rotate,
+    write_hidden,
+)
 from hpczero.hf.trainer.losses import LossesOfOne
-from hpczero.hf.trainer.weights import bring_in, make_room, put_in_place, rotate, write_hidden
 
 DECISIONS = (
     "should_training_stop",
@@ -87,7 +93,7 @@ class HpczeroTrainer(LossesOfOne):
             DataError: ranks have data sets of different lengths.
         """
         # These start MPI, which comes after the device.
-        from hpczero.hf.trainer.agreement import check_equal, check_topology
+        from hpczero.hf.trainer.arguments import check_equal, check_topology
         from hpczero.job.messages import Exchange
 
         if args is None:

@@ -125,7 +125,7 @@ def say(case: str, change: int, ended: int, place: Path, load: Callable[[Path], 
 
 def files(root: Path) -> None:
     """The last part of a save, in all its ways."""
-    from hpczero.hf.trainer.weights import bring_in
+    from hpczero.hf.trainer.checkpoints import bring_in
 
     sources = {}
     for value in (OLD, NEW):
@@ -162,11 +162,11 @@ def files(root: Path) -> None:
 def save_twice(place: Path, change: int, model: Any) -> None:
     """Train a step, save, fill with NEW, and die in the second save."""
     import hpczero
-    from hpczero.hf import folder_writer
+    from hpczero.hf import saving
     from tests.hf.trainer.runs import trainer_over_mpi
 
-    divided = folder_writer._divided
-    vars(folder_writer)["_divided"] = lambda tensors, most: divided(tensors, 12_000)
+    divided = saving._divided
+    vars(saving)["_divided"] = lambda tensors, most: divided(tensors, 12_000)
     trainer = trainer_over_mpi(place, 6, model, stage=3, max_steps=1, eval_strategy="no")
     trainer.train()
     trainer.save_model()
