@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning_fabric.plugins.precision import Precision
 from lightning_fabric.strategies.strategy import Strategy
 from torch import Tensor, nn
@@ -21,9 +22,61 @@ import hpczero
 from hpczero.accelerator.choice import choose_accelerator
 from hpczero.errors import ConfigError, StepError
 from hpczero.fabric.checkpoints import FabricCheckpoint
-from hpczero.fabric.ranks import MpiRanks
 from hpczero.job.messages import Exchange
 from hpczero.job.topology import Topology
+
+_ClusterEnvironment: Any = ClusterEnvironment  # its annotations are not strict
+
+
+class MpiRanks(_ClusterEnvironment):  # type: ignore[misc]
+    """Ranks of a topology. Not collective."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__()
+        self._topology = topology
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether a launcher has started the processes: mpirun or srun has."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Refused: there is no process group of torch that would meet there."""
+        raise ConfigError("main_address: ranks meet by MPI; leave torch.distributed out")
+
+    @property
+    def main_port(self) -> int:
+        """Refused, as ``main_address``."""
+        raise ConfigError("main_port: ranks meet by MPI; leave torch.distributed out")
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether Fabric may choose it by itself: never, a strategy brings it."""
+        return False
+
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._topology.size
+
+    def set_world_size(self, size: int) -> None:
+        """Nothing: it is MPI's."""
+
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self._topology.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Nothing: it is MPI's."""
+
+    def local_rank(self) -> int:
+        """Place of this rank on its node."""
+        return self._topology.local_rank
+
+    def node_rank(self) -> int:
+        """Number of this rank's node."""
+        return self._topology.node_index
+
 
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16"}
 REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max"}
