@@ -24,9 +24,8 @@ from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import CheckpointNotWritten, ConfigError
 from hpczero.files.durable import Hidden, is_free
-from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product
+from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product, is_peft, saved_by_peft
 from hpczero.finetune.lowrank import CHILD, LowRank, merged
-from hpczero.finetune.peft_names import is_peft, saved_by_peft
 from hpczero.zero.full_state import StateByUnit, is_whole
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.zeroify import sharding

@@ -17,7 +17,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hpczero.errors import ConfigError, PlanError
 from hpczero.zero.calls.ways import leaves_nothing
+from hpczero.zero.filling import KnownValues, RangeInitializer
 from hpczero.zero.sharding import KEY as ZEROIFIED
 
 ALL_LINEAR = "all-linear"
@@ -313,3 +314,68 @@ def _unfit(module: nn.Module, users: Counter[int]) -> str:
     if users[id(module.weight)] > 1:
         return "has a weight that other modules use too, and would be merged into all of them"
     return ""
+
+
+def first_values(
+    initialize: Callable[[str, Tensor], None], *, seed: int = 0
+) -> Callable[[str, Tensor], None]:
+    """``initialize`` of ``zeroify`` for a model on the meta device that has low-rank products.
+
+    Args:
+        initialize: fills all other parameters: a function, or what ``hpczero.hf.load`` gave.
+        seed: of the products.
+    """
+    if isinstance(initialize, KnownValues):
+        return _Known(initialize, seed)
+    if isinstance(initialize, RangeInitializer):
+        return _Ranges(initialize, seed)
+
+    def fill(name: str, values: Tensor) -> None:
+        if _is_drawn(name):
+            draw(name, values, seed)
+        else:
+            initialize(name, values)
+
+    return fill
+
+
+class _Ranges:
+    """Of a base that is filled by ranges; products are small, and are drawn whole."""
+
+    def __init__(self, base: RangeInitializer, seed: int) -> None:
+        self._base, self._seed = base, seed
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        if _is_drawn(name):
+            draw(name, tensor, self._seed)
+        else:
+            self._base(name, tensor)
+
+    def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
+        if not _is_drawn(name):
+            self._base.fill_range(name, shape, start, values)
+            return
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+        draw(name, whole, self._seed)
+        values.copy_(whole.view(-1)[start : start + len(values)])
+
+
+class _Known(_Ranges):
+    """Of a base whose values stand in files."""
+
+    def __init__(self, base: KnownValues, seed: int) -> None:
+        super().__init__(base, seed)
+        self._files = base
+
+    def bind(self, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+        loaded = {name: each for name, each in parameters.items() if not _is_drawn(name)}
+        self._files.bind(loaded, model)
+
+    def fingerprint(self, name: str) -> int:
+        if _is_drawn(name):
+            return zlib.crc32(repr((name, self._seed)).encode())
+        return self._files.fingerprint(name)
+
+
+def _is_drawn(name: str) -> bool:
+    return f".{name}".endswith((f".{CHILD}.A", f".{CHILD}.B"))

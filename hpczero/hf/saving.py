@@ -28,7 +28,7 @@ from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import CheckpointNotWritten, ConfigError
 from hpczero.files.durable import Hidden, is_free
 from hpczero.files.regular import reason
-from hpczero.finetune.peft_names import first_adapter
+from hpczero.finetune.adapted import first_adapter
 from hpczero.hf.converting import Group
 from hpczero.hf.files import INDEX, SINGLE
 from hpczero.hf.library import conversion, model_kind

@@ -26,7 +26,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 
 import hpczero
 from hpczero.errors import ConfigError, CorruptCheckpoint, DataError
-from hpczero.finetune.peft_names import is_peft, saved_by_peft, saves_adapters
+from hpczero.finetune.adapted import is_peft, saved_by_peft, saves_adapters
 from hpczero.hf.files import HIDDEN
 from hpczero.hf.trainer.accelerator import MpiAccelerator, is_sharded
 from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
