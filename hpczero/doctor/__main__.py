@@ -14,8 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from hpczero.doctor.finding import Finding, Status, exit_code, summary
-from hpczero.doctor.limit import TimeLimit
+from hpczero.doctor.finding import Finding, Status, TimeLimit, exit_code, summary
 from hpczero.errors import ConfigError, launcher_rank, run
 from hpczero.options.reading import parse_command_line
 from hpczero.run.starting.first_seconds import tell_start_aside

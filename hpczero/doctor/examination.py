@@ -9,20 +9,84 @@ Facts are gathered to all ranks, so that every rank draws the same findings and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpi4py import MPI
 
 from hpczero.doctor import environment as variables
-from hpczero.doctor import launch, mpi, probes, software, storage
-from hpczero.doctor.disk import check_disk
-from hpczero.doctor.finding import Finding, Status
-from hpczero.doctor.limit import TimeLimit
-from hpczero.doctor.stripes import check_stripes
-from hpczero.files.direct import striping_of
+from hpczero.doctor import launch, probes, software, storage
+from hpczero.doctor import probes as mpi
+from hpczero.doctor.finding import Finding, Status, TimeLimit
+from hpczero.files.direct import ALL, Striping, command, striping_of
 from hpczero.job.topology import Topology
-from hpczero.probe.tiers import measure_disk
+from hpczero.probe.tiers import Speed, measure_disk
+
+# Bytes of a step per parameter, read and written. Everything: fp32 weights for forward and for backward, gradients out;
+# then in come weight, gradient and two states, and all but the gradient go out. The second: weight and states alone.
+EVERYTHING, OPTIMIZER = (4 + 4 + 16, 4 + 12), (12, 12)
+
+
+def check_disk(speeds: Sequence[Speed], folder: Path) -> Iterator[Finding]:
+    """What the ranks have seen, and seconds of a step for each billion parameters."""
+    title, errors = "disk tier", [speed.error for speed in speeds if speed.error]
+    if errors:
+        yield Finding(
+            title,
+            errors[0],
+            Status.FAIL,
+            "name a folder on a disk of the node that has room and may be written to: --disk FOLDER",
+        )
+        return
+    read, write = (min(getattr(speed, way) for speed in speeds) for way in ("read", "write"))
+    value = (
+        f"{folder}: {sum(s.read for s in speeds) / 1e9:.2f} GB/s read, {sum(s.write for s in speeds) / 1e9:.2f} GB/s "
+        f"written by {len(speeds)} rank(s) at once (slowest rank: {read / 1e9:.2f}, {write / 1e9:.2f}); {speeds[0].how}"
+    )
+    caveat = next((speed.caveat for speed in speeds if speed.caveat), "")
+    if caveat:
+        yield Finding(
+            title, value, Status.WARN, f"{caveat}; a local disk with ext4 or xfs has them"
+        )
+    else:
+        yield Finding(title, value)
+    everything, optimizer = (
+        1e9 / len(speeds) * (into / read + out / write) for into, out in (EVERYTHING, OPTIMIZER)
+    )
+    yield Finding(
+        "step from disk",
+        f"for each billion fp32 parameters over these {len(speeds)} rank(s), with Adam and one micro-batch: "
+        f"{everything:.1f} s of disk with everything there ({sum(EVERYTHING)} bytes per parameter), {optimizer:.1f} s "
+        f"with the optimizer's part alone ({sum(OPTIMIZER)}), less what computing hides",
+    )
+
+
+MOST = 64  # from so many nodes on: all targets
+
+
+def check_stripes(found: Striping | None, directory: Path, num_nodes: int) -> Finding | None:
+    """Does one storage target take what all nodes write? None where the folder is not on Lustre.
+
+    Args:
+        found: layout of files in ``directory``.
+        directory: where checkpoints will be.
+        num_nodes: nodes of this job, which write one file together.
+    """
+    if found is None:
+        return None
+    targets = "all storage targets" if found.count == ALL else f"{found.count} storage target(s)"
+    size = f", {found.size_nbytes / 2**20:g} MiB on each in turn" if found.size_nbytes else ""
+    value = f"files in {directory} lie on {targets}{size}; {num_nodes} node(s) write a checkpoint"
+    if found.count == ALL or found.count >= min(num_nodes, MOST):
+        return Finding("stripes", value)
+    wanted = ALL if num_nodes >= MOST else num_nodes
+    return Finding(
+        "stripes",
+        value,
+        Status.WARN,
+        f"{command(directory, wanted)}, before the first checkpoint there, or --checkpoint.stripes {wanted}; files "
+        "that are there stay as they are",
+    )
 
 
 def examine(

@@ -6,10 +6,15 @@ Owns: the verdict type, its text form, the verdict over all findings. Must not k
 from __future__ import annotations
 
 import enum
+import faulthandler
+import os
+import sys
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import TracebackType
 
-from hpczero.errors import EXIT_MISCONFIGURED
+from hpczero.errors import EXIT_HANG, EXIT_MISCONFIGURED, abort_job, launcher_rank
 
 
 class Status(enum.Enum):
@@ -70,3 +75,42 @@ def summary(findings: Iterable[Finding]) -> str:
     fails, warns = statuses.count(Status.FAIL), statuses.count(Status.WARN)
     verdict = f"not usable: {fails} blocking" if fails else "usable"
     return f"{verdict}, {warns} warning{'' if warns == 1 else 's'}, {len(statuses)} checks"
+
+
+GRACE_S = 10.0
+
+
+class TimeLimit:
+    """Context in which one probe runs; when it takes longer than ``seconds``, every rank of the job ends with code 86.
+
+    Two alarms: a Python thread, which says what hung and aborts the MPI job, and ``GRACE_S`` later the C-level timer of
+    faulthandler, which also works while a library call holds the interpreter lock (HDF5 does).
+    """
+
+    def __init__(self, what: str, seconds: float) -> None:
+        self.what = what
+        self.seconds = seconds
+        self._timer = threading.Timer(seconds, self._expire)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+        faulthandler.dump_traceback_later(self.seconds + GRACE_S, exit=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._timer.cancel()
+
+    def _expire(self) -> None:
+        sys.stderr.write(
+            f"[rank {launcher_rank()}] doctor: {self.what} did not end within {self.seconds:g} s; a rank does not take "
+            "part, or the network or file system behind it stalls. If the machine is only slow, raise --time-limit\n"
+        )
+        sys.stderr.flush()
+        abort_job(EXIT_HANG)
+        os._exit(EXIT_HANG)  # one rank, or an Abort that returned

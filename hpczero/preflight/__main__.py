@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpczero.doctor.limit import TimeLimit
+from hpczero.doctor.finding import TimeLimit
 from hpczero.errors import EXIT_FAILURE, ConfigError, run
 from hpczero.options.reading import parse_command_line
 from hpczero.options.values import digits

@@ -159,7 +159,7 @@ if lying.rank == 0:
 """
 HANG = """
 from mpi4py import MPI
-from hpczero.doctor.limit import TimeLimit
+from hpczero.doctor.finding import TimeLimit
 if MPI.COMM_WORLD.rank == 0:
     with TimeLimit("the barrier", 1.0):
         MPI.COMM_WORLD.Barrier()
@@ -168,7 +168,7 @@ else:
 """
 HOLD_THE_INTERPRETER = """
 import ctypes
-from hpczero.doctor import limit
+from hpczero.doctor import finding as limit
 limit.GRACE_S = 0.5
 with limit.TimeLimit("a library call", 0.2):
     ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter lock, as HDF5 does
@@ -199,7 +199,7 @@ def test_probe_that_holds_the_interpreter_ends_with_its_stack() -> None:
 
 def test_probe_in_time_leaves_no_alarm_behind() -> None:
     program = (
-        "import time; from hpczero.doctor import limit; limit.GRACE_S = 0.1\n"
+        "import time; from hpczero.doctor import finding as limit; limit.GRACE_S = 0.1\n"
         "with limit.TimeLimit('quick', 0.5): pass\n"
         "time.sleep(1.0)\n"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.doctor import disk, launch, mpi, software, storage
+from hpczero.doctor import examination, launch, probes, software, storage
 from hpczero.doctor.environment import TRAPS, check_environment
 from hpczero.doctor.finding import Finding, Status, exit_code, summary
 from hpczero.probe.tiers import Speed
@@ -187,22 +187,22 @@ def test_unusable_value_of_our_own_variable_blocks() -> None:
 
 
 def test_wrong_sum_is_a_blocking_problem_that_names_the_dtype() -> None:
-    finding = mpi.check_trials("sum", {"float64": "", "float32": "wrong values on rank 3"})
+    finding = probes.check_trials("sum", {"float64": "", "float32": "wrong values on rank 3"})
     assert_problem(finding, Status.FAIL, "float32: wrong values on rank 3", "mpi4py")
     assert "float64" not in finding.value
 
 
 def test_low_thread_level_warns() -> None:
-    assert mpi.check_thread_level("multiple").status is Status.OK
-    assert_problem(mpi.check_thread_level("funneled"), Status.WARN, "funneled", "thread")
+    assert probes.check_thread_level("multiple").status is Status.OK
+    assert_problem(probes.check_thread_level("funneled"), Status.WARN, "funneled", "thread")
 
 
 @pytest.mark.parametrize(("same_node", "remedy"), [(True, "shared memory"), (False, "fabric")])
 def test_slow_pair_warns_by_where_the_ranks_are(same_node: bool, remedy: str) -> None:
-    slow = mpi.PairSpeed(peer=3, nbytes=16 * 2**20, latency_s=2e-6, bytes_per_s=1.1e8)
-    assert_problem(mpi.check_pair(slow, same_node), Status.WARN, "0.11 GB/s at 16 MiB", remedy)
+    slow = probes.PairSpeed(peer=3, nbytes=16 * 2**20, latency_s=2e-6, bytes_per_s=1.1e8)
+    assert_problem(probes.check_pair(slow, same_node), Status.WARN, "0.11 GB/s at 16 MiB", remedy)
     fast = dataclasses.replace(slow, bytes_per_s=12e9)
-    assert mpi.check_pair(fast, same_node).status is Status.OK
+    assert probes.check_pair(fast, same_node).status is Status.OK
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_remedy_stands_on_the_line_after_the_problem() -> None:
 
 
 def disk_findings(*speeds: Speed) -> list[Finding]:
-    return list(disk.check_disk(speeds, Path("/scratch")))
+    return list(examination.check_disk(speeds, Path("/scratch")))
 
 
 def test_step_from_disk_is_as_slow_as_the_slowest_rank() -> None:

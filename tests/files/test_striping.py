@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from hpczero.doctor.examination import check_stripes
 from hpczero.doctor.finding import Status
-from hpczero.doctor.stripes import check_stripes
 from hpczero.errors import ConfigError
 from hpczero.files import direct
 from hpczero.files.direct import ALL, Striping, stripe, striping_of
