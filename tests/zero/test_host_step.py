@@ -136,7 +136,12 @@ def test_the_late_twin_sees_a_wait_that_is_missing(
         monkeypatch.setattr(away_shard.SentNear, "settle", lambda self: None)
     else:
         monkeypatch.setattr(Opening, "wait", lambda self: self._staged)
-    found = trained(topology, MAKERS["AdamW fused"], offload=host(2), **options)
+    try:
+        found = trained(topology, MAKERS["AdamW fused"], offload=host(2), **options)
+    except StepError as error:
+        if "NaN or infinity" not in str(error):
+            raise
+        return  # memory that nothing reached yet may hold NaN, and every rank is told
     differ = comm.allreduce(not same(kept, found))
     parallel_assert(comm, differ > 0, "the same bits without the wait")
 
