@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,6 +51,8 @@ class Phase:
         marked = "mpi" if self.ranks else "not mpi"
         chosen = f"{marked} and ({expression})" if expression else marked
         pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen]
+        # Each rank has a session's folder; ranks that tidy up those of each other run into each other.
+        pytest.append("-otmp_path_retention_count=100")
         # mpirun shows each rank a terminal
         pytest.append(f"--color={'yes' if sys.stdout.isatty() else 'no'}")
         if not self.ranks:
@@ -155,6 +158,7 @@ class Launch:
         self._records = folder / f"{phase.ranks}.records"
         self._done = folder / f"{phase.ranks}.done"
         self._done.touch()
+        self._temporary = folder / str(phase.ranks)
         self._arguments = [*arguments, f"--records={self._records}", f"--done={self._done}"]
         self._output = (folder / f"{phase.ranks}.out").open("w+") if quiet else None
         self._launches, self._launched = 0, 0.0
@@ -165,8 +169,11 @@ class Launch:
         self._launched = time.time()
         for old in self._records.parent.glob(f"{self._records.name}*"):
             old.unlink()
+        self._temporary.mkdir(exist_ok=True)
         environment = launch_environment(
-            OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"), PYTHONPATH=os.fspath(ROOT)
+            OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
+            PYTHONPATH=os.fspath(ROOT),
+            PYTEST_DEBUG_TEMPROOT=os.fspath(self._temporary),
         )
         # Without bytecode each of a thousand jobs compiles hpczero, a third of what a short one costs.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -215,6 +222,7 @@ class Launch:
         """End what runs."""
         end_family(self._process.pid)
         self._process.wait()
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def show(self) -> None:
         """What was not shown as it went."""
