@@ -44,10 +44,10 @@ TORCH_FREE = (
     "run.results.metrics_file",
 )
 TORCH_ALLOWED = ("plan.rules",)
-# comm.devices.awareness looks for variables of MPI libraries, and trial_job gives its job the environment.
+# comm.awareness looks for variables of MPI libraries, and comm.trial gives its job the environment.
 ENVIRONMENT_READERS = (
-    "comm.devices.awareness",
-    "comm.devices.trial_job",
+    "comm.awareness",
+    "comm.trial",
     "options.environment",
     "doctor",
     "errors",

@@ -35,7 +35,7 @@ from typing_extensions import Self
 from hpczero.accelerator import Accelerator, HostAccelerator, choose_accelerator
 from hpczero.activations.partition import Partitioned
 from hpczero.activations.store import Here, Kept, Rest, Store, changed, version_of
-from hpczero.comm.devices.awareness import reach_of
+from hpczero.comm.awareness import reach_of
 from hpczero.comm.flat import Flat
 from hpczero.errors import PlanError, TierError
 from hpczero.job.group import Group, unlike

@@ -22,7 +22,7 @@ from typing_extensions import override
 from hpczero.activations.store import Form, Kept, Rest
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError, TierError
-from hpczero.kernels.bits import digest_of_bits
+from hpczero.kernels.norm import digest_of_bits
 
 WORD = 2  # bytes; parts are cut at multiples, and moved as numbers of so many
 NAME = "input of a checkpointed block"

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from hpczero.bridge.exchange import Exchange, scatter_words, words
 from hpczero.bridge.reductions import PIECE_NUMEL, Reduction
-from hpczero.comm.sums.path import Path
+from hpczero.comm.sums import Path
 from hpczero.errors import CommError
 from hpczero.job.group import Group
 

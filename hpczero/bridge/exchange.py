@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.bridge.reductions import Reduction
-from hpczero.comm.sums.path import Call, Path, as_bytes, kind_of
+from hpczero.comm.sums import Call, Path, as_bytes, kind_of
 from hpczero.errors import CommError
 from hpczero.job.group import Group
 

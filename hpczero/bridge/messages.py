@@ -22,7 +22,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from hpczero.bridge.tensors import Target, check, check_apart, flat
-from hpczero.comm.sums.path import as_bytes
+from hpczero.comm.sums import as_bytes
 from hpczero.errors import CommError
 from hpczero.job.watchdog import Watchdog
 

@@ -24,7 +24,7 @@ from hpczero.bridge.messages import Messages
 from hpczero.bridge.process_group import MPIProcessGroup
 from hpczero.bridge.store import MPIStore
 from hpczero.bridge.tensors import DEVICES
-from hpczero.comm.sums.sums import best_path
+from hpczero.comm.sums import best_path
 from hpczero.errors import (
     EXIT_HANG,
     ConfigError,

@@ -13,16 +13,16 @@ import torch
 from mpi4py import MPI
 
 from hpczero.accelerator import Accelerator, Attached, Export, HostAccelerator
+from hpczero.comm.awareness import reach_of
 from hpczero.comm.background import can_run_in_background
-from hpczero.comm.between.selection import DEFAULT, Selection
-from hpczero.comm.between.tuning import tune
 from hpczero.comm.collectives import Collectives, shard_group
-from hpczero.comm.devices.access import Reach
-from hpczero.comm.devices.awareness import reach_of
+from hpczero.comm.devices import Reach
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical, Inside
 from hpczero.comm.hybrid import Hybrid
-from hpczero.comm.inside.segment import Segment
+from hpczero.comm.inside import Segment
+from hpczero.comm.rails import DEFAULT, Selection
+from hpczero.comm.tuning import tune
 from hpczero.comm.uneven import Uneven
 from hpczero.errors import CommError, ConfigError
 from hpczero.job.group import Group

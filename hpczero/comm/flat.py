@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.comm.algorithms import Exchange, Gather, LibraryExchange, LibraryGather
-from hpczero.comm.algorithms.base import CHUNK_BYTES, Blocks
+from hpczero.comm.algorithms import (
+    CHUNK_BYTES,
+    Blocks,
+    Exchange,
+    Gather,
+    LibraryExchange,
+    LibraryGather,
+)
 from hpczero.comm.calls import Work
 from hpczero.comm.collectives import Collectives
-from hpczero.comm.devices.access import Reach
+from hpczero.comm.devices import Reach
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum

@@ -23,17 +23,15 @@ from mpi4py import MPI
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.comm.algorithms.base import CHUNK_BYTES
+from hpczero.comm.algorithms import CHUNK_BYTES
 from hpczero.comm.background import Background
-from hpczero.comm.between.rails import BetweenLevel, Rails
-from hpczero.comm.between.selection import DEFAULT, Selection
 from hpczero.comm.calls import Work
 from hpczero.comm.collectives import Collectives, SecondaryCopy, shard_group
-from hpczero.comm.devices.access import Reach
-from hpczero.comm.inside.level import Messages, NodeLevel, Parts
-from hpczero.comm.inside.peers import Ipc
-from hpczero.comm.inside.places import IN_TURN
-from hpczero.comm.inside.window import Window
+from hpczero.comm.devices import Reach
+from hpczero.comm.inside import IN_TURN, Messages, NodeLevel, Parts
+from hpczero.comm.peers import Ipc
+from hpczero.comm.rails import DEFAULT, BetweenLevel, Rails, Selection
+from hpczero.comm.window import Window
 from hpczero.errors import TopologyError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology

@@ -27,9 +27,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.accelerator import Accelerator
-from hpczero.comm.algorithms.base import CHUNK_BYTES, Blocks, wait_all
+from hpczero.comm.algorithms import CHUNK_BYTES, Blocks, wait_all
 from hpczero.comm.background import can_run_in_background
-from hpczero.comm.devices.access import HostReach, Reach
+from hpczero.comm.devices import HostReach, Reach
 from hpczero.errors import CommError, StepError
 from hpczero.job.group import Group
 

@@ -25,13 +25,11 @@ from mpi4py import MPI
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.comm.algorithms.base import CHUNK_BYTES
-from hpczero.comm.algorithms.exchanges import steps
-from hpczero.comm.between.rails import BetweenLevel, sum_of_node, sum_of_nodes
-from hpczero.comm.between.selection import DEFAULT, Selection
-from hpczero.comm.devices.access import HostReach, Line, Reach
+from hpczero.comm.algorithms import CHUNK_BYTES, steps
+from hpczero.comm.devices import HostReach, Line, Reach
 from hpczero.comm.hierarchical import Hierarchical, Inside
-from hpczero.comm.inside.level import NodeLevel, Parts
+from hpczero.comm.inside import NodeLevel, Parts
+from hpczero.comm.rails import DEFAULT, BetweenLevel, Selection, sum_of_node, sum_of_nodes
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Memory, Scratch, Use

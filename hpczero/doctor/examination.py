@@ -158,7 +158,7 @@ def examine(
 
 def _word_of_mpi() -> str:
     try:
-        from hpczero.comm.devices.awareness import claim
+        from hpczero.comm.awareness import claim
     except ImportError:  # without torch; that is another finding
         return ""
     return claim().reason

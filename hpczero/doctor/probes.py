@@ -137,7 +137,7 @@ def measure_between_nodes(topology: Topology) -> tuple[str, list[str]]:
     """The algorithms that ``auto`` takes between these nodes, measured now or before. Collective over its world."""
     import torch  # as every rank of a training run does
 
-    from hpczero.comm.between.tuning import tune
+    from hpczero.comm.tuning import tune
 
     selection = tune(topology.world, torch.float32)
     return selection.describe(), selection.table()

@@ -21,7 +21,7 @@ from hpczero.job.group import told_all
 from hpczero.job.mesh import DATA_SEQUENCE, DEGREES, MODEL
 from hpczero.job.messages import hand_out
 from hpczero.job.topology import Topology
-from hpczero.kernels.bits import digest_of_bits
+from hpczero.kernels.norm import digest_of_bits
 from hpczero.zero.calls.backward import next_node_number
 from hpczero.zero.full_state import WholeModel, is_whole
 from hpczero.zero.refusals import overlaps

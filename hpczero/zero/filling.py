@@ -28,7 +28,7 @@ from hpczero.errors import PlanError
 from hpczero.job.group import unlike
 from hpczero.job.messages import hand_out
 from hpczero.job.topology import Topology
-from hpczero.kernels.bits import sum_of_bits
+from hpczero.kernels.norm import sum_of_bits
 from hpczero.plan.layout import ShardLayout, Slot
 from hpczero.plan.placement import ModelPart, Placement, Runs
 from hpczero.zero.units.unit import Unit

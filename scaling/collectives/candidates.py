@@ -14,8 +14,8 @@ from mpi4py import MPI
 
 from hpczero.comm import Collectives, Flat, Hierarchical
 from hpczero.comm.algorithms import EXCHANGES, GATHERS
-from hpczero.comm.between.selection import DEFAULT, Choice, Selection
-from hpczero.comm.between.tuning import tune
+from hpczero.comm.rails import DEFAULT, Choice, Selection
+from hpczero.comm.tuning import tune
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Use
 

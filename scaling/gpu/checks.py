@@ -41,7 +41,7 @@ def facts(bench: Bench) -> Iterator[Row]:
     """What there is, and what MPI says of device memory; last whether that is true, which takes a trial."""
     from mpi4py import MPI
 
-    from hpczero.comm.devices.awareness import claim, decide, tried_once
+    from hpczero.comm.awareness import claim, decide, tried_once
     from hpczero.options.environment import Environment
 
     said, (shared, how) = claim(), mps()
@@ -163,8 +163,8 @@ def collectives(bench: Bench) -> Iterator[Row]:
     Peers' memory comes last: it is what may not work, and what it says then is a row.
     """
     from hpczero.comm import Flat, Hierarchical
-    from hpczero.comm.devices.access import DirectReach, HostReach, Reach, StagedReach
-    from hpczero.comm.devices.awareness import reach_of
+    from hpczero.comm.awareness import reach_of
+    from hpczero.comm.devices import DirectReach, HostReach, Reach, StagedReach
 
     accelerator = bench.accelerator
     staged: Reach = HostReach() if accelerator.is_host else StagedReach(accelerator)

@@ -26,12 +26,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.accelerator import HostAccelerator
-from hpczero.comm import Hierarchical
-from hpczero.comm.algorithms.base import Blocks
-from hpczero.comm.between import rails
-from hpczero.comm.between.rails import Rails
-from hpczero.comm.devices.access import DirectReach
-from hpczero.comm.inside.level import NodeLevel, Parts
+from hpczero.comm import Hierarchical, rails
+from hpczero.comm.algorithms import Blocks
+from hpczero.comm.devices import DirectReach
+from hpczero.comm.inside import NodeLevel, Parts
+from hpczero.comm.rails import Rails
 from hpczero.job.group import Forwards, Group
 from hpczero.job.watchdog import Watchdog
 from hpczero.memory.buffers import DTYPES, Use

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.adapters.gpt import GPTAdapter
-from hpczero.comm import flat, hierarchical
-from hpczero.comm.between import rails
-from hpczero.comm.devices.access import DirectReach, HostReach
+from hpczero.comm import flat, hierarchical, rails
+from hpczero.comm.devices import DirectReach, HostReach
 from hpczero.errors import HpcZeroError
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES

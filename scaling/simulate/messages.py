@@ -14,10 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.accelerator import Accelerator
-from hpczero.comm.algorithms import Exchange, Gather, Meanwhile, Prepare
-from hpczero.comm.algorithms.base import CHUNK_BYTES, Blocks
-from hpczero.comm.algorithms.exchanges import steps
-from hpczero.comm.devices.access import Reach
+from hpczero.comm.algorithms import CHUNK_BYTES, Blocks, Exchange, Gather, Meanwhile, Prepare, steps
+from hpczero.comm.devices import Reach
 from hpczero.plan.rounds import IN_FLIGHT
 from scaling.simulate.programs import Work
 from scaling.simulate.recorder import Recorder

@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from hpczero.comm import Collectives, Flat, Hierarchical, Hybrid, Work
 from hpczero.comm.background import Background
-from hpczero.comm.devices.access import Reach
-from hpczero.comm.inside.level import NodeLevel, Parts
+from hpczero.comm.devices import Reach
+from hpczero.comm.inside import NodeLevel, Parts
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Memory, Use

@@ -12,14 +12,14 @@ from torch import Tensor
 from hpczero.comm.algorithms import (
     EXCHANGES,
     GATHERS,
+    Blocks,
     Exchange,
     Gather,
     PairwiseExchange,
     PairwiseGather,
+    Standing,
 )
-from hpczero.comm.algorithms.base import Blocks
-from hpczero.comm.algorithms.exchanges import Standing
-from hpczero.comm.devices.access import DirectReach, HostReach, Reach, StagedReach
+from hpczero.comm.devices import DirectReach, HostReach, Reach, StagedReach
 from hpczero.plan import rounds
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert

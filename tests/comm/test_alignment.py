@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import hpczero
-from hpczero.comm import Collectives, Hierarchical, Uneven, flat, hierarchical
-from hpczero.comm.between import rails
-from hpczero.comm.inside.level import Messages
+from hpczero.comm import Collectives, Hierarchical, Uneven, flat, hierarchical, rails
+from hpczero.comm.inside import Messages
 from hpczero.kernels.source import VECTOR_NBYTES
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.plan import rounds

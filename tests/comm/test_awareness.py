@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.comm.devices import awareness
-from hpczero.comm.devices.awareness import (
+from hpczero.comm import awareness
+from hpczero.comm.awareness import (
     Claim,
     claim,
     claim_of,

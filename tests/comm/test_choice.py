@@ -12,8 +12,7 @@ import torch
 
 import hpczero
 from hpczero.accelerator import Attached, host
-from hpczero.comm import choose
-from hpczero.comm.inside import segment
+from hpczero.comm import choose, inside
 from hpczero.comm.uneven import carriers_of
 from hpczero.errors import CommError, ConfigError, TopologyError
 from hpczero.memory.buffers import Use
@@ -136,7 +135,7 @@ def test_without_shared_memory_auto_takes_messages_and_window_is_refused(
     comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if comm.rank == 1:
-        monkeypatch.setattr(segment, "FOLDER", Path("/nowhere"))
+        monkeypatch.setattr(inside, "FOLDER", Path("/nowhere"))
     parallel_assert(comm, kind_of(topology).startswith("flat"))
     model = MLP()
     raises_on_all(

@@ -10,7 +10,7 @@ import torch
 import hpczero
 from hpczero.accelerator import HostAccelerator, Span
 from hpczero.comm.calls import Exposed
-from hpczero.comm.devices.access import StagedReach
+from hpczero.comm.devices import StagedReach
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hpczero
-from hpczero.comm.devices.access import StagedReach
+from hpczero.comm.devices import StagedReach
 from hpczero.plan.rounds import EXCHANGE_BYTES
 from tests.comm.suite import CollectivesSuite, contribution, expected_sum
 from tests.helpers.late import LateAccelerator

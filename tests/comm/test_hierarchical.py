@@ -9,8 +9,8 @@ import pytest
 
 import hpczero
 from hpczero.comm import Hierarchical
-from hpczero.comm.between.selection import Choice, Selection
-from hpczero.comm.devices.access import DirectReach, StagedReach
+from hpczero.comm.devices import DirectReach, StagedReach
+from hpczero.comm.rails import Choice, Selection
 from tests.comm.suite import CollectivesSuite
 from tests.helpers.late import LateAccelerator
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from hpczero.comm.inside import segment
-from hpczero.comm.inside.segment import PAGE, Counters, Segment
+from hpczero.comm import inside
+from hpczero.comm.inside import PAGE, Counters, Segment
 from hpczero.errors import CommError
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
@@ -94,7 +94,7 @@ def test_more_than_the_machine_has_is_an_error_not_a_crash(comm: MPI.Intracomm) 
 def test_missing_folder_is_refused_on_every_rank(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment, "FOLDER", Path("/nowhere"))
+    monkeypatch.setattr(inside, "FOLDER", Path("/nowhere"))
     said = "no shared memory for a test: /nowhere/hpczero-.*: No such file or directory"
     raises_on_all(comm, CommError, said, lambda: Segment.create(comm, 1, "a test"))
 
@@ -103,7 +103,7 @@ def test_rank_that_cannot_see_the_memory_is_found(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if comm.rank == comm.size - 1:  # as in a container of its own
-        monkeypatch.setattr(segment, "FOLDER", Path("/nowhere"))
+        monkeypatch.setattr(inside, "FOLDER", Path("/nowhere"))
     raises_on_all(comm, CommError, "/nowhere", lambda: Segment.create(comm, 1, "a test"))
 
 

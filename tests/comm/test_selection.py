@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS
-from hpczero.comm.between.selection import DEFAULT, Choice, Selection, boundary, size_text
+from hpczero.comm.rails import DEFAULT, Choice, Selection, boundary, size_text
 from hpczero.errors import ConfigError
 from hpczero.options.values import ALGORITHMS
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hpczero.comm.hierarchical import Hierarchical
-from hpczero.comm.inside.segment import PAGE, Segment
-from hpczero.comm.inside.window import Addresses, Slot, Slots, Window
+from hpczero.comm.inside import PAGE, Segment
+from hpczero.comm.window import Addresses, Slot, Slots, Window
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Use
 from tests.helpers.parallel import parallel_assert

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from hpczero.comm.algorithms import PairwiseGather
-from hpczero.comm.algorithms.base import Blocks
-from hpczero.comm.algorithms.exchanges import Standing, Step
+from hpczero.comm.algorithms import Blocks, PairwiseGather, Standing, Step
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from hpczero.accelerator import HostAccelerator
-from hpczero.comm.sums import Sums, give_values, sums_over
-from hpczero.comm.sums.path import Messages, Shared
-from hpczero.comm.sums.sums import WHOLE_NBYTES
+from hpczero.comm.sums import WHOLE_NBYTES, Messages, Shared, Sums, give_values, sums_over
 from hpczero.errors import CommError
 from hpczero.job.topology import Topology
 from tests.helpers.late import LateAccelerator

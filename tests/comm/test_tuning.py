@@ -13,13 +13,11 @@ import pytest
 import torch
 
 import hpczero
-from hpczero.comm import choose
-from hpczero.comm.between import tuning
-from hpczero.comm.between import tuning as sample
-from hpczero.comm.between.rails import Rails
-from hpczero.comm.between.selection import DEFAULT, Choice
-from hpczero.comm.between.tuning import cache_file, tune
-from hpczero.comm.devices.access import DirectReach, HostReach, StagedReach
+from hpczero.comm import choose, tuning
+from hpczero.comm import tuning as sample
+from hpczero.comm.devices import DirectReach, HostReach, StagedReach
+from hpczero.comm.rails import DEFAULT, Choice, Rails
+from hpczero.comm.tuning import cache_file, tune
 from hpczero.job.watchdog import Watchdog
 from hpczero.options.values import ALGORITHMS
 from hpczero.plan.rounds import DEVICE_ROUND_BYTES

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 import hpczero
 from hpczero.comm import Flat, Hierarchical, Uneven, choose
-from hpczero.comm.between.selection import Choice, Selection
-from hpczero.comm.devices.access import DirectReach, StagedReach
+from hpczero.comm.devices import DirectReach, StagedReach
+from hpczero.comm.rails import Choice, Selection
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.memory.buffers import Use
 from tests.comm.suite import CollectivesSuite, bits, contribution, shard_owners

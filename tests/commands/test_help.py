@@ -32,7 +32,7 @@ HEAVY = {
 }
 # Started by commands, not by people.
 NO_COMMANDS = {
-    "hpczero.comm.devices.trial",
+    "hpczero.comm.trial",
     "scaling.gpu.checks",
     "scaling.gpu.contact",
     "scaling.predict.probe",

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.job.exact_sum import DIGITS, LENGTH, MOST_RANKS, WIDTH, digits_of, values_of
+from hpczero.job.group import DIGITS, LENGTH, MOST_RANKS, WIDTH, digits_of, values_of
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:

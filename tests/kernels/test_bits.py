@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero.kernels.bits import CHUNK, digest_of_bits
+from hpczero.kernels.norm import CHUNK, digest_of_bits
 
 
 def splitmix(words: list[int]) -> int:

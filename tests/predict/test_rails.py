@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.comm.algorithms.exchanges import steps
+from hpczero.comm.algorithms import steps
 from hpczero.kernels.source import MOST_BLOCKS
 from hpczero.kernels.tree_sum import levels
 from hpczero.models.config import PRESETS, GPTConfig

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.machine
 PROGRAM = """
 import os
 from mpi4py import MPI
-from hpczero.comm.devices.awareness import launchers, try_in_a_job
+from hpczero.comm.awareness import launchers, try_in_a_job
 if MPI.COMM_WORLD.rank == 0:
     print(len(launchers(os.environ)), "tried", *try_in_a_job(os.environ), flush=True)
 MPI.COMM_WORLD.Barrier()

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import hpczero
 from hpczero.comm.background import Background
-from hpczero.comm.between.rails import Rails
+from hpczero.comm.rails import Rails
 from hpczero.errors import CommError
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified

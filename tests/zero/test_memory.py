@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hpczero
 from hpczero.accelerator import Export, HostAccelerator
-from hpczero.comm.inside.segment import Segment
+from hpczero.comm.inside import Segment
 from hpczero.models import GPT, GPTConfig
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, tiny_gpt, zeroified

@@ -12,7 +12,7 @@ import torch
 
 import hpczero
 from hpczero.errors import StepError
-from hpczero.kernels.bits import sum_of_bits
+from hpczero.kernels.norm import sum_of_bits
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, grad, mlp_input, raises_on_all, zeroified
 

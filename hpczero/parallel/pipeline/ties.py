@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hpczero.comm.stage_messages import StageMessages
 from hpczero.errors import PlanError, StepError
-from hpczero.kernels.bits import digest_of_bits
+from hpczero.kernels.norm import digest_of_bits
 from hpczero.plan.placement import ModelPart
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit

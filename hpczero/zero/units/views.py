@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import StepError, TierError
-from hpczero.kernels.bits import sum_of_bits
+from hpczero.kernels.norm import sum_of_bits
 from hpczero.plan import UnitSpec
 from hpczero.zero.units.guard import Guard, is_at, own_gradient, set_own_gradient, set_own_gradients
 

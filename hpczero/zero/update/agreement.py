@@ -21,8 +21,7 @@ from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError, TierError
 from hpczero.job.group import unlike
 from hpczero.job.topology import Topology
-from hpczero.kernels.bits import sum_of_bits
-from hpczero.kernels.norm import numbers_of
+from hpczero.kernels.norm import numbers_of, sum_of_bits
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.unit_gradients import Flags

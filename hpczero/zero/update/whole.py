@@ -29,8 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpczero.comm.collectives import Collectives
-from hpczero.comm.trade import trade
+from hpczero.comm.collectives import Collectives, trade
 from hpczero.errors import StepError
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.directions import DirectionJob, directions_of

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-    from hpczero.comm.devices.access import Reach
+    from hpczero.comm.devices import Reach
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 
 def host() -> Reach:
-    from hpczero.comm.devices.access import HostReach
+    from hpczero.comm.devices import HostReach
 
     return HostReach()
 
 
 def staged() -> Reach:
-    from hpczero.comm.devices.access import StagedReach
+    from hpczero.comm.devices import StagedReach
     from tests.helpers.late import LateAccelerator
 
     return StagedReach(LateAccelerator())

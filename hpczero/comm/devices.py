@@ -17,8 +17,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.accelerator import Accelerator, HostAccelerator, Lane, Mark
-from hpczero.comm.algorithms import Exchange, Gather, Meanwhile, Prepare
-from hpczero.comm.algorithms.base import CHUNK_BYTES, Blocks, wait_all
+from hpczero.comm.algorithms import (
+    CHUNK_BYTES,
+    Blocks,
+    Exchange,
+    Gather,
+    Meanwhile,
+    Prepare,
+    wait_all,
+)
 from hpczero.plan.rounds import gather_round
 
 # Device memory through pinned memory of the host, for an MPI that cannot see it.

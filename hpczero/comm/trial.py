@@ -1,6 +1,6 @@
 """Two ranks send device memory to each other.
 
-Run as ``mpirun -n 2 python -m hpczero.comm.devices.trial``. Owns: the trial. Must not know: what is decided by it. A
+Run as ``mpirun -n 2 python -m hpczero.comm.trial``. Owns: the trial. Must not know: what is decided by it. A
 signal may kill it; its caller expects that.
 """
 
@@ -19,9 +19,8 @@ def main() -> int:
     import torch
     from mpi4py import MPI
 
-    from hpczero.comm.algorithms import LibraryExchange, LibraryGather
-    from hpczero.comm.algorithms.base import Blocks
-    from hpczero.comm.devices.access import DirectReach
+    from hpczero.comm.algorithms import Blocks, LibraryExchange, LibraryGather
+    from hpczero.comm.devices import DirectReach
 
     comm = MPI.COMM_WORLD
     peer = 1 - comm.rank

@@ -23,7 +23,7 @@ from functools import cache
 from mpi4py import MPI
 
 from hpczero.accelerator import Accelerator
-from hpczero.comm.devices.access import DirectReach, HostReach, Reach, StagedReach
+from hpczero.comm.devices import DirectReach, HostReach, Reach, StagedReach
 from hpczero.job.group import Group
 from hpczero.options.environment import Environment
 
@@ -34,7 +34,7 @@ from hpczero.options.environment import Environment
 # network's own path for device memory, which can fail where shared memory works.
 
 TRIAL_S = 60.0
-TRIAL = "hpczero.comm.devices.trial"
+TRIAL = "hpczero.comm.trial"
 
 # What a launcher leaves in the environment of its ranks is not for a job of their own ...
 OF_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "HYDRA_", "MPIEXEC_", "SLURM_", "SRUN_")

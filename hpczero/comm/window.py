@@ -25,10 +25,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.accelerator import HostAccelerator
-from hpczero.comm.inside import gradients
-from hpczero.comm.inside.level import NodeLevel, Parts
-from hpczero.comm.inside.places import Ground
-from hpczero.comm.inside.segment import NOTHING, PAGE, Counters, Segment, addresses, map_at
+from hpczero.comm import peers
+from hpczero.comm.inside import (
+    NOTHING,
+    PAGE,
+    Counters,
+    Ground,
+    NodeLevel,
+    Parts,
+    Segment,
+    addresses,
+    map_at,
+)
 from hpczero.errors import CommError
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Buffer, Memory, Use
@@ -354,7 +362,7 @@ def _heard(told: int) -> Slot:
 
 # Columns of the counters: arrivals at spread, those of gradients, then those of whole parameters that pass.
 ARRIVED, FIRST_GRADIENT = range(2)
-FIRST_WHOLE = FIRST_GRADIENT + gradients.COLUMNS
+FIRST_WHOLE = FIRST_GRADIENT + peers.GRADIENT_COLUMNS
 
 
 class SegmentGround(Ground):
@@ -456,7 +464,7 @@ class Window(NodeLevel):
         self._messages = messages
         self._overlap = overlap
         self.shares_wholes = shares_wholes
-        self._gradients = gradients.SharedGradients(
+        self._gradients = peers.SharedGradients(
             group,
             memory,
             HostAccelerator(),

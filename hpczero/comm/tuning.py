@@ -30,9 +30,8 @@ import torch
 from mpi4py import MPI
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
-from hpczero.comm.between.rails import Rails
-from hpczero.comm.between.selection import DEFAULT, Choice, Selection, boundary, candidate_name
-from hpczero.comm.devices.access import HostReach, Reach
+from hpczero.comm.devices import HostReach, Reach
+from hpczero.comm.rails import DEFAULT, Choice, Rails, Selection, boundary, candidate_name
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Memory
 from hpczero.options.environment import Environment

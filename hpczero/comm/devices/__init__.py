@@ -1,1 +1,0 @@
-"""Devices: how MPI gets at device memory, and how long a device waits for collectives."""

@@ -1,0 +1,616 @@
+"""What the ranks of a node share: their places, segments of shared memory, and the level inside a node."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from mpi4py import MPI
+from torch import Tensor
+from typing_extensions import override
+
+from hpczero.comm.algorithms import Blocks, LibraryExchange, LibraryGather
+from hpczero.comm.devices import Reach
+from hpczero.errors import CommError
+from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use, lasting
+from hpczero.plan.rounds import EXCHANGE_BYTES
+
+# What a transport needs inside a node, and the way that works everywhere: messages.
+#
+# On a node of ``size`` ranks a buffer of whole parameters or gradients has ``size`` equal parts. Part l belongs to
+# local rank l. It holds the shards of all ranks with that local rank, one from each node.
+
+# Elements [start, start + count) of a buffer, as every local rank has them, in local order.
+Parts = Callable[[int, int], list[Tensor]]
+
+
+class NodeLevel(ABC):
+    """The ranks of one node. Every method is collective over the node unless it says otherwise.
+
+    Attributes:
+        title: what it is called in a run header.
+        most_nbytes: most bytes that one call of ``Parts`` may ask for, over all ranks of the node.
+        reads_peers: whether ranks read each other's memory, without a message.
+        shares_wholes: whether the node has one copy of whole parameters.
+    """
+
+    title: ClassVar[str]
+    most_nbytes: ClassVar[int]
+    reads_peers: ClassVar[bool] = True
+    shares_wholes: bool = False
+
+    def __init__(self, node: MPI.Intracomm, memory: Memory, *, device: torch.device = CPU) -> None:
+        """Not collective. The communicator is borrowed; private buffers are on ``device``."""
+        self.comm = node
+        self.memory = memory
+        self.device = device
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
+    ) -> Buffer:
+        """A buffer as of ``Collectives.allocate``; private memory in this base class."""
+        return Buffer(
+            numel, dtype, memory=self.memory, category=category, keep=keep, device=self.device
+        )
+
+    def settle(self) -> None:
+        """Say that all buffers with a use have been asked for."""
+        return
+
+    def shares(self, full: Tensor, use: Use) -> bool:
+        """Whether peers see ``full`` without a message. Not collective; the same on every rank of the node."""
+        return False
+
+    @abstractmethod
+    def spread(self, full: Tensor) -> Callable[[], None] | None:
+        """Give every rank of the node all parts of ``full``, in place. Each rank has its own part already.
+
+        Returns:
+            What is left to do before the parts of others may be read; None for nothing.
+        """
+
+    @abstractmethod
+    def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
+        """Context: ``Parts`` of every rank's ``full``. Each rank asks for elements of its own part.
+
+        The ranks make as many calls, the same ones as seen from the beginning of their parts. A result of ``Parts`` is
+        valid until the next call. If ``shares(full, Use.REDUCE)``, this call itself lets peers read. The block may then
+        be entered later, in the order of the calls.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything but the memory of buffers."""
+
+
+class Messages(NodeLevel):
+    """Private buffers and MPI messages."""
+
+    title = "messages"
+    most_nbytes = EXCHANGE_BYTES
+    reads_peers = False
+
+    def __init__(
+        self, node: MPI.Intracomm, memory: Memory, *, chunk_nbytes: int, reach: Reach
+    ) -> None:
+        """Not collective."""
+        super().__init__(node, memory, device=reach.accelerator.device)
+        self._gather = reach.gather(LibraryGather, node, chunk_nbytes=chunk_nbytes)
+        self._exchange = reach.exchange(LibraryExchange, node)
+        self._received = Scratch(memory, category="exchange", device=self.device)
+
+    @override
+    def spread(self, full: Tensor) -> Callable[[], None] | None:
+        part = full.numel() // self.comm.size
+        self._gather(Blocks.of(full, 0, part, part, self.comm.size))
+        return None
+
+    @contextmanager
+    @override
+    def reading(self, full: Tensor) -> Iterator[Parts]:
+        size, me = self.comm.size, self.comm.rank
+        part = full.numel() // size
+
+        def parts(start: int, count: int) -> list[Tensor]:
+            if size == 1:
+                return [full[start : start + count]]
+            received = self._received.get(size * count, full.dtype)
+            self._exchange(
+                Blocks.of(full, start - me * part, count, part, size),
+                Blocks.of(received, 0, count, count, size),
+            )
+            self._exchange.finish()
+            rows = list(received.view(size, count).unbind())
+            rows[me] = full[start : start + count]
+            return rows
+
+        yield parts
+
+    def close(self) -> None:
+        """Free datatypes and the memory to receive into. Not collective here."""
+        self._gather.free()
+        self._exchange.free()
+        self._received.release()
+
+
+# Memory that the ranks of one node see together.
+#
+# A segment is a file in /dev/shm without a name. It is unlinked as soon as every rank has mapped it, so nothing is left
+# behind however a job ends. Its memory lives as long as the last tensor that points into it.
+#
+# [Note: Full /dev/shm]
+# A process that touches a page which a full tmpfs cannot give is killed (SIGBUS). Pages are therefore asked for
+# beforehand (posix_fallocate), which fails with an error instead. On NUMA machines they lie near the rank that asks.
+
+FOLDER = Path("/dev/shm")
+PAGE = mmap.PAGESIZE
+# mman.h: the same on all Linux but Alpha, MIPS and PA-RISC
+FIXED, NORESERVE = 0x10, 0x4000
+NOTHING = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | NORESERVE  # no memory until something is put there
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+POLLS_BEFORE_YIELD = 50
+NAP_S = 50e-6
+PUNCH_HOLE = 0x3  # falloc.h: FALLOC_FL_PUNCH_HOLE, and the size stays
+LINE = 64  # bytes of a cache line: ranks must not slow each other down by writing side by side
+
+
+class Segment:
+    """Bytes that all ranks of ``node`` read and write.
+
+    Attributes:
+        bytes: (nbytes,) uint8, zero at first; empty where the segment is not mapped.
+        file: descriptor, for who maps parts of it elsewhere; -1 once it is closed.
+    """
+
+    def __init__(self, file: int, memory: Tensor | None) -> None:
+        """Take over ``file``. Use ``create`` to make a segment."""
+        self.file = file
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu") if memory is None else memory
+
+    def __del__(self) -> None:
+        self.close_file()
+
+    def close_file(self) -> None:
+        """Nothing more is claimed or given back. The map is closed when the last tensor on it dies."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
+
+    @classmethod
+    def create(cls, node: MPI.Intracomm, nbytes: int, what: str, *, mapped: bool = True) -> Segment:
+        """Make a segment. Collective over ``node``.
+
+        Args:
+            node: ranks that may share memory.
+            nbytes: size; rounded up to pages.
+            what: names it in messages.
+            mapped: whether this process sees all of it; False for who maps parts of it by itself.
+
+        Raises:
+            CommError: it cannot be made, or some rank cannot see it; on every rank.
+        """
+        nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
+        name, file, memory, problem = "", -1, None, ""
+        if node.rank == 0:
+            name = f"hpczero-{os.getpid()}-{secrets.token_hex(8)}"
+            flags = os.O_CREAT | os.O_EXCL
+            file, memory, problem = _open(FOLDER / name, nbytes, flags, mapped=mapped)
+        name, problem = node.bcast((name, problem), root=0)
+        if not problem and node.rank > 0:
+            file, memory, problem = _open(FOLDER / name, nbytes, 0, mapped=mapped)
+        problems = [said for said in node.allgather(problem) if said]
+        if node.rank == 0 and file >= 0:
+            os.unlink(FOLDER / name)
+        if not problems:
+            return cls(file, memory)
+        if file >= 0:
+            os.close(file)
+        error = CommError(
+            f"no shared memory for {what}: {problems[0]}; look at ulimit -v, at ulimit -n if too many files are open, "
+            f"and at the size of {FOLDER} (--shm-size of a container), or use transport flat, which shares none "
+            "(HPCZERO_TRANSPORT=flat)"
+        )
+        error.agreed = True
+        raise error
+
+    def claim(self, start: int, stop: int) -> None:
+        """Have memory behind bytes ``start`` to ``stop``, near this rank.
+
+        Raises:
+            CommError: there is no memory left ([Note: Full /dev/shm]).
+        """
+        if stop > start:
+            try:
+                os.posix_fallocate(self.file, start, stop - start)
+            except OSError as error:
+                raise CommError(
+                    f"{stop - start:,} more bytes of {FOLDER}: {error.strerror}; free some of it, enlarge it "
+                    "(mount -o remount,size=...), or use transport flat"
+                ) from error
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Return the pages that lie wholly within bytes ``start`` to ``stop``. Their content is lost for all ranks."""
+        start, stop = -(-start // PAGE) * PAGE, stop // PAGE * PAGE
+        if stop > start and _fallocate(self.file, PUNCH_HOLE, start, stop - start):
+            number = ctypes.get_errno()
+            raise OSError(number, f"{stop - start:,} bytes of shared memory: {os.strerror(number)}")
+
+
+class Counters:
+    """Numbers that only grow, ``columns`` for each rank of a node. They say what each rank has done so far."""
+
+    def __init__(self, node: MPI.Intracomm, columns: int, *, naps: bool = False) -> None:
+        """Collective over ``node``.
+
+        Args:
+            node: borrowed.
+            columns: how many numbers each rank has.
+            naps: whether a long wait sleeps between looks, because another thread of the process has work for the core.
+        """
+        self._node = node
+        self._naps = naps
+        self._window = MPI.Win.Allocate_shared(columns * LINE, 8, comm=node)
+        self._window.Lock_all()
+        rows: list[npt.NDArray[np.int64]] = []
+        for rank in range(node.size):
+            memory, _ = self._window.Shared_query(rank)
+            rows.append(np.asarray(memory).view(np.int64)[: columns * LINE // 8 : LINE // 8])
+        self._rows = rows
+        rows[node.rank][:] = 0
+        self._window.Sync()
+        node.Barrier()
+
+    def publish(self, column: int, value: int) -> None:
+        """Say that this rank has come to ``value``. Whoever sees the number also sees what was written before."""
+        self._window.Sync()
+        self._rows[self._node.rank][column] = value
+        self._window.Sync()
+
+    def read(self, rank: int, column: int) -> int:
+        """Value that ``rank`` has come to."""
+        return int(self._rows[rank][column])
+
+    def address(self, rank: int, column: int) -> int:
+        """Where the number lies in this process: 8 bytes that all ranks of the node share."""
+        return int(self._rows[rank][column:].ctypes.data)
+
+    def reached(self, column: int, value: int) -> bool:
+        """Whether every rank has come to ``value``. What they wrote before can then be read."""
+        for row in self._rows:
+            if row[column] < value:
+                return False
+        self._window.Sync()
+        return True
+
+    def wait(self, column: int, value: int) -> None:
+        """Return when every rank has come to ``value``."""
+        self.wait_until(lambda: self.reached(column, value))
+
+    def wait_for(self, rank: int, column: int, value: int) -> None:
+        """Return when ``rank`` has come to ``value``."""
+
+        def done() -> bool:
+            return int(self._rows[rank][column]) >= value
+
+        self.wait_until(done)
+        self._window.Sync()
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Return when ``done()`` is true. MPI's own messages go on meanwhile."""
+        polls = 0
+        while not done():
+            polls += 1
+            if polls > POLLS_BEFORE_YIELD:
+                self._node.Iprobe()  # a peer may wait for the rest of a message of ours
+                if self._naps:
+                    time.sleep(NAP_S)
+                else:
+                    os.sched_yield()
+
+    def free(self) -> None:
+        """Collective over the node."""
+        self._rows = []
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+def _open(path: Path, nbytes: int, flags: int, *, mapped: bool) -> tuple[int, Tensor | None, str]:
+    """File descriptor, its ``nbytes`` mapped, and ""; or what went wrong. The file may exist in either case."""
+    file = -1
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        if flags:
+            os.ftruncate(file, nbytes)
+        memory = addresses(nbytes) if mapped else None
+        if memory is not None:
+            map_at(memory.data_ptr(), nbytes, mmap.MAP_SHARED, file, 0)
+        return file, memory, ""
+    except OSError as error:
+        return file, None, f"{path}: {os.strerror(error.errno or errno.EIO)}"
+
+
+def addresses(nbytes: int) -> Tensor:
+    """(nbytes,) uint8 with nothing behind it yet; ``nbytes`` in whole pages.
+
+    Python's own map of a file would keep a second descriptor of it for as long as the map lives.
+    """
+    with torch.inference_mode(False):
+        return torch.frombuffer(mmap.mmap(-1, nbytes, NOTHING, READ_WRITE), dtype=torch.uint8)
+
+
+def map_at(address: int, nbytes: int, flags: int, file: int, begin: int) -> None:
+    """Put bytes of ``file`` from ``begin`` on behind ``address``, instead of what is there.
+
+    Raises:
+        OSError: the kernel will not.
+    """
+    if _mmap(address, nbytes, READ_WRITE, flags | FIXED, file, begin) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+
+
+# Where a rank's gradients lie so that its node can read them.
+#
+# [Note: Places]
+# Most gradients live from a unit's backward to its reduction, so two places serve all units in turn. The buffer that
+# was asked for first has a place of its own. It is the root unit's, whose first gradient comes early and whose last
+# comes late. Backward may reach units in another order than they are reduced, and a unit may then find its place taken.
+# Its gradient goes to private memory and moves to the spare place when its turn has come. Gradients that are kept
+# (stage 1) have a place each. ``Plan.memory`` counts by the same rule.
+
+IN_TURN = 2
+
+
+class Ground(ABC):
+    """Memory that every rank of a node has a part of, and in which every rank reads all parts.
+
+    Attributes:
+        is_whole: whether all of it has memory behind it from the start.
+    """
+
+    is_whole: ClassVar[bool] = False
+
+    @abstractmethod
+    def part(self, rank: int) -> Tensor:
+        """(nbytes,) uint8 of local rank ``rank``."""
+
+    def claim(self, start: int, stop: int) -> None:
+        """Have memory behind these bytes of this rank's part.
+
+        Raises:
+            CommError: there is none left.
+        """
+        return
+
+
+class Place:
+    """Some bytes of this rank's part that one gradient at a time may hold.
+
+    Attributes:
+        start: first byte in this rank's part of the ground.
+        nbytes: number of bytes.
+        claimed: number of these bytes that have memory behind them.
+        is_kept: whether it belongs to a gradient that is kept; its bytes are counted there.
+        taken: whether a gradient holds it.
+        reduction: number of the last reduction that read it.
+    """
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        self.claimed = 0
+        self.is_kept = False
+        self.taken = False
+        self.reduction = 0
+
+
+class GradientBuffer(Buffer):
+    """One unit's local gradient. It lies in a place if it has one that is free, in private memory otherwise."""
+
+    def __init__(
+        self,
+        places: Places,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        memory: Memory,
+        category: str,
+        keep: bool,
+    ) -> None:
+        self.tensor = lasting(0, dtype, places.device)
+        self.place: Place | None = None
+        self.keeps = keep
+        self._places = places
+        self._numel = numel
+        self._dtype = dtype
+        self._nbytes = numel * dtype.itemsize
+        self._memory = memory
+        self._category = category
+        self._held = False
+        self._in_place = False
+        if keep:
+            memory.add(category, self._nbytes)
+
+    def take(self) -> None:
+        """Take the memory. Waits until a place that was read before may be written again."""
+        if self._held:
+            return
+        self._in_place = self.place is not None and not self.place.taken
+        if self._in_place:
+            assert self.place is not None, "it is in a place"
+            self._places.take(self.place, self._nbytes)
+            self.tensor = self._places.view(self.place, self._numel, self._dtype)
+        else:
+            self.tensor = lasting(self._numel, self._dtype, self._places.device)
+            self._memory.add(self._category, self._nbytes)
+        self._held = True
+
+    @override
+    def release(self) -> None:
+        if not self._held:
+            return
+        self._held = False
+        if self._in_place:
+            assert self.place is not None, "taken"
+            self.place.taken = False
+        else:
+            self._memory.add(self._category, -self._nbytes)
+        self.tensor = lasting(0, self._dtype, self._places.device)
+
+
+class Places:
+    """This rank's part of one ground, laid out once all gradient buffers are known.
+
+    Attributes:
+        nbytes: bytes of each rank's part.
+        device: device of gradients that have no place.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        memory: Memory,
+        *,
+        wait_until_read: Callable[[int], None],
+        device: torch.device = CPU,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            rank: local rank.
+            memory: ledger of buffers. Places that are not kept count as ``exchange`` from their first use, or from
+                the start where the ground is whole.
+            wait_until_read: returns when all ranks of the node have read what they need of a reduction.
+            device: device of the ground.
+        """
+        self.nbytes = 0
+        self.device = device
+        self._ground: Ground | None = None
+        self._rank = rank
+        self._memory = memory
+        self._wait_until_read = wait_until_read
+        self._buffers: list[GradientBuffer] = []
+        self._places: list[Place] = []
+        self._spare: Place | None = None
+        self._by_address: dict[int, Place] = {}
+
+    def allocate(self, numel: int, dtype: torch.dtype, *, category: str, keep: bool) -> Buffer:
+        """A buffer whose memory comes later. Equal on all ranks of the node.
+
+        One that is asked for when all places are laid out has none.
+        """
+        if self._ground is not None and keep:
+            return Buffer(
+                numel, dtype, memory=self._memory, category=category, keep=True, device=self.device
+            )
+        buffer = GradientBuffer(
+            self, numel, dtype, memory=self._memory, category=category, keep=keep
+        )
+        self._buffers.append(buffer)
+        return buffer
+
+    def lay_out(self) -> int:
+        """Give every buffer its place. Returns the bytes of each rank's part."""
+        own = [buffer for buffer in self._buffers if buffer.keeps]
+        rest = [buffer for buffer in self._buffers if not buffer.keeps]
+        sharers = [[buffer] for buffer in (*own, *rest[:1])]
+        sharers += [rest[1 + turn :: IN_TURN] for turn in range(IN_TURN)]
+        for buffers in sharers:
+            place = self._append(buffers)
+            for buffer in buffers:
+                buffer.place = place
+        if rest:
+            self._spare = self._append(rest)
+        return self.nbytes
+
+    def _append(self, buffers: Sequence[GradientBuffer]) -> Place:
+        place = Place(self.nbytes, max((_pages(b.nbytes) for b in buffers), default=0))
+        place.is_kept = any(buffer.keeps for buffer in buffers)
+        self._places.append(place)
+        self.nbytes += place.nbytes
+        return place
+
+    def open(self, ground: Ground) -> None:
+        """Use ``ground``. The places begin at the start of its parts; it has ``nbytes`` for each rank of the node."""
+        self._ground = ground
+        start = ground.part(self._rank).data_ptr()
+        self._by_address = {start + place.start: place for place in self._places if place.nbytes}
+        for place in self._places if ground.is_whole else ():  # the spare one too, used or not
+            if not place.is_kept:
+                self._memory.add("exchange", place.nbytes)
+            place.claimed = place.nbytes
+
+    def close(self) -> None:
+        """Stop to point into the ground."""
+        self._ground = None
+        for buffer in self._buffers:
+            buffer.tensor = torch.empty(0, dtype=buffer.tensor.dtype, device=self.device)
+
+    def view(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) of ``dtype`` in this rank's ``place``; no copy."""
+        return self.view_of(self._rank, place.start, numel, dtype)
+
+    def view_of(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) of ``dtype`` in the part of local rank ``rank``, from byte ``start`` on; no copy."""
+        assert self._ground is not None, "laid out"
+        return self._ground.part(rank)[start : start + numel * dtype.itemsize].view(dtype)
+
+    def take(self, place: Place, nbytes: int) -> None:
+        """Hold ``place`` and have memory behind it. Its last readers have read it on return."""
+        assert self._ground is not None, "laid out"
+        if place.claimed < nbytes:
+            self._ground.claim(place.start, place.start + nbytes)
+            if not place.is_kept:
+                self._memory.add("exchange", nbytes - place.claimed)
+            place.claimed = nbytes
+        self._wait_until_read(place.reduction)
+        place.taken = True
+
+    def fits(self, full: Tensor) -> bool:
+        """Whether ``locate`` can make ``full`` visible. Ranks that ask for the same size get the same answer."""
+        if self._spare is None:
+            return full.data_ptr() in self._by_address
+        return full.numel() * full.element_size() <= self._spare.nbytes
+
+    def locate(self, full: Tensor, reduction: int) -> int:
+        """Byte in this rank's part where the node finds ``full``, which is moved to the spare place if necessary."""
+        place = self._by_address.get(full.data_ptr())
+        if place is not None:
+            place.reduction = reduction
+            return place.start
+        spare = self._spare
+        assert spare is not None, "fits"
+        self.take(spare, full.numel() * full.element_size())
+        self.view(spare, full.numel(), full.dtype).copy_(full)
+        spare.taken, spare.reduction = False, reduction
+        return spare.start
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
