@@ -128,7 +128,6 @@ HPCZERO = House(
         "sample": "commands",
         "commands": "commands",
         "plan/auto": "commands",
-        "plan/layouts": "commands",
         "__init__": "names",
         "checkpoint/__init__": "names",
         "hf/__init__": "names",

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.plan.rounds import IN_FLIGHT, step_peers
+from hpczero.plan.footprint import IN_FLIGHT, step_peers
 
 # Below the 32-bit counts of MPI 3 with room to spare; also what an MPI library pipelines well.
 CHUNK_BYTES = 256 * 2**20

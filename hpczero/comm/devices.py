@@ -26,7 +26,7 @@ from hpczero.comm.algorithms import (
     Prepare,
     wait_all,
 )
-from hpczero.plan.rounds import gather_round
+from hpczero.plan.footprint import gather_round
 
 # Device memory through pinned memory of the host, for an MPI that cannot see it.
 #

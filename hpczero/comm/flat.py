@@ -25,7 +25,7 @@ from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import Memory, Scratch
-from hpczero.plan.rounds import exchange_chunk
+from hpczero.plan.footprint import exchange_chunk
 
 
 class Flat(Collectives):

@@ -37,8 +37,7 @@ from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import CPU, Buffer, Memory, Use
-from hpczero.plan.footprint import Footprint
-from hpczero.plan.rounds import DEVICE_ROUND_BYTES, node_chunk
+from hpczero.plan.footprint import DEVICE_ROUND_BYTES, Footprint, node_chunk
 
 MOST_LENT = (
     1  # units whose gradients may wait while the next one's are filled; ``Plan.memory`` counts them

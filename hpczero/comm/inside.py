@@ -25,7 +25,7 @@ from hpczero.comm.algorithms import Blocks, LibraryExchange, LibraryGather
 from hpczero.comm.devices import Reach
 from hpczero.errors import CommError
 from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use, lasting
-from hpczero.plan.rounds import EXCHANGE_BYTES
+from hpczero.plan.footprint import EXCHANGE_BYTES
 
 # What a transport needs inside a node, and the way that works everywhere: messages.
 #

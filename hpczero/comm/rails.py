@@ -34,7 +34,7 @@ from hpczero.errors import ConfigError
 from hpczero.kernels.tree_sum import piece_numel, pieces, tree_sum
 from hpczero.memory.buffers import Memory, Scratch
 from hpczero.options.values import ALGORITHMS, named_algorithms
-from hpczero.plan.rounds import ROUND_BYTES, gather_round, rail_chunk, rail_turns
+from hpczero.plan.footprint import ROUND_BYTES, gather_round, rail_chunk, rail_turns
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from hpczero.comm.rails import DEFAULT, Choice, Rails, Selection, boundary, cand
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Memory
 from hpczero.options.environment import Environment
-from hpczero.plan.rounds import DEVICE_ROUND_BYTES, ROUND_BYTES
+from hpczero.plan.footprint import DEVICE_ROUND_BYTES, ROUND_BYTES
 
 # A sample of the nodes of a job, which measure what goes between all of them.
 #

@@ -33,8 +33,15 @@ from hpczero.comm.rails import DEFAULT, BetweenLevel, Selection, sum_of_node, su
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Memory, Scratch, Use
-from hpczero.plan.footprint import Carriers, Footprint, Piece
-from hpczero.plan.rounds import EXCHANGE_BYTES, gather_round, rail_chunk, rail_turns
+from hpczero.plan.footprint import (
+    EXCHANGE_BYTES,
+    Carriers,
+    Footprint,
+    Piece,
+    gather_round,
+    rail_chunk,
+    rail_turns,
+)
 
 # The node level by messages where nodes have different numbers of ranks: parts are pieces that lie apart.
 #

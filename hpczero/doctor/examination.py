@@ -14,9 +14,11 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from hpczero.doctor import environment as software
 from hpczero.doctor import environment as variables
-from hpczero.doctor import launch, probes, software, storage
+from hpczero.doctor import launch, probes
 from hpczero.doctor import probes as mpi
+from hpczero.doctor import probes as storage
 from hpczero.doctor.finding import Finding, Status, TimeLimit
 from hpczero.files.direct import ALL, Striping, command, striping_of
 from hpczero.job.topology import Topology

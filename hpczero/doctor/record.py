@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpczero.doctor import software
+from hpczero.doctor import environment as software
 from hpczero.doctor.launch import affinity
 from hpczero.errors import ConfigError, run
 

@@ -4,9 +4,8 @@ import importlib
 from typing import Any
 
 from hpczero.plan.layout import UnitSpec
-from hpczero.plan.memory import MemoryPlan
+from hpczero.plan.memory import MemoryPlan, TrafficPlan
 from hpczero.plan.plan import Plan, Stage
-from hpczero.plan.traffic import TrafficPlan
 
 __all__ = ["MemoryPlan", "Plan", "Stage", "TrafficPlan", "UnitSpec"]
 

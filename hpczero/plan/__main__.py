@@ -25,8 +25,8 @@ from hpczero.files.regular import shown
 from hpczero.models.config import PRESETS, GPTConfig, parameter_shapes
 from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
+from hpczero.plan.auto import Place, layout_report
 from hpczero.plan.footprint import Named, fastest_transport
-from hpczero.plan.layouts import Place, layout_report
 from hpczero.plan.memory import STATE_BYTES
 from hpczero.plan.plan import Plan
 from hpczero.plan.precision import Precision
@@ -37,13 +37,14 @@ from hpczero.predict.answer import (
     as_text,
     gigabytes,
     header,
+    layout_json,
+    layout_text,
     recommend,
     rows,
     stage_titles,
     table_unit,
 )
 from hpczero.predict.job import Job
-from hpczero.predict.layout_answer import layout_json, layout_text
 from hpczero.predict.machine import Machine as Described
 from hpczero.predict.machine import load_machine
 from hpczero.predict.model import Prediction, predict

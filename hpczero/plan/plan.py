@@ -13,13 +13,26 @@ from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, PlanError
 from hpczero.plan.footprint import FP32_BYTES as FP32_BYTES
-from hpczero.plan.footprint import Footprint, places_in_turn, pulled_nbytes, replicas_nbytes
+from hpczero.plan.footprint import (
+    Footprint,
+    exchange_chunk,
+    places_in_turn,
+    pulled_nbytes,
+    rail_chunk,
+    replicas_nbytes,
+)
 from hpczero.plan.layout import Codec, ShardLayout, UnitSpec, owners
-from hpczero.plan.memory import ADAM_STATE_BYTES, MemoryPlan, StateBytes, UnitPeak, largest_together
+from hpczero.plan.memory import (
+    ADAM_STATE_BYTES,
+    MemoryPlan,
+    StateBytes,
+    TrafficPlan,
+    UnitPeak,
+    largest_together,
+    unit_traffic,
+)
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import Precision
-from hpczero.plan.rounds import exchange_chunk, rail_chunk
-from hpczero.plan.traffic import TrafficPlan, unit_traffic
 
 if TYPE_CHECKING:
     from torch import nn

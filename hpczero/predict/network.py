@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpczero.kernels.source import MOST_BLOCKS, MOST_BLOCKS_OF_ROWS
-from hpczero.plan.layout import UnitSpec
-from hpczero.plan.rounds import (
+from hpczero.plan.footprint import (
     DEVICE_ROUND_BYTES,
     IN_FLIGHT,
     exchange_chunk,
@@ -20,6 +19,7 @@ from hpczero.plan.rounds import (
     rail_chunk,
     step_peers,
 )
+from hpczero.plan.layout import UnitSpec
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from hpczero.doctor.software import gpu_devices
+from hpczero.doctor.environment import gpu_devices
 from hpczero.errors import ConfigError
 from hpczero.job.topology import Topology
 from hpczero.preflight.verdict import (

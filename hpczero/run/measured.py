@@ -13,8 +13,7 @@ from typing import Any
 import hpczero
 from hpczero.job import log
 from hpczero.job.topology import Topology
-from hpczero.planner.choice import Foretold
-from hpczero.planner.words import nbytes, seconds
+from hpczero.planner.choice import Foretold, nbytes, seconds
 from hpczero.run.evaluation import Found
 from hpczero.run.results.metrics import (
     StepMetrics,

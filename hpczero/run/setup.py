@@ -24,7 +24,7 @@ from hpczero.job import log
 from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
-from hpczero.plan.batch import Batch
+from hpczero.plan.sizing import Batch
 from hpczero.planner.choice import Foretold
 from hpczero.run.checkpoints import RunCheckpoints, Start
 from hpczero.run.evaluation import Evaluation

@@ -144,8 +144,7 @@ def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Ite
     import torch
 
     from hpczero.accelerator import HostAccelerator
-    from hpczero.probe.job import probe_job
-    from hpczero.probe.machine import machine_of
+    from hpczero.probe.job import machine_of, probe_job
     from scaling.evidence.clock import seconds
     from scaling.layouts.training import Training
 

@@ -20,7 +20,7 @@ from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread
 from hpczero.predict.layout import LayoutPrediction, predict_layout
 from hpczero.predict.machine import Machine
-from hpczero.probe.machine import Measured
+from hpczero.probe.job import Measured
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import random
 from collections.abc import Iterator
 
 from hpczero.plan.peak import Run
-from hpczero.planner.choice import Choice, Foretold, kind_of
-from hpczero.planner.words import away, recomputed
+from hpczero.planner.choice import Choice, Foretold, away, kind_of, recomputed
 
 SLOWEST = 2.5  # foretold times of the choice, beyond which nothing is trained
 

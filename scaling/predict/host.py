@@ -12,7 +12,7 @@ from hpczero.models.config import GPTConfig
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine
 from hpczero.predict.model import Prediction, predict
-from hpczero.probe.machine import Measured, machine_of
+from hpczero.probe.job import Measured, machine_of
 from scaling.evidence.record import cores, machine_name
 
 Known = Literal["flat", "hierarchical", "window"]

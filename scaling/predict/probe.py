@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpczero.errors import run
-from hpczero.probe.machine import Measured
+from hpczero.probe.job import Measured
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from hpczero.models.config import PRESETS
-from hpczero.planner.layouts import FoundLayout, describe_layout, search_layouts
+from hpczero.planner.search import FoundLayout, describe_layout, search_layouts
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, predict

@@ -16,7 +16,7 @@ from typing_extensions import override
 from hpczero.accelerator import Accelerator
 from hpczero.comm.algorithms import CHUNK_BYTES, Blocks, Exchange, Gather, Meanwhile, Prepare, steps
 from hpczero.comm.devices import Reach
-from hpczero.plan.rounds import IN_FLIGHT
+from hpczero.plan.footprint import IN_FLIGHT
 from scaling.simulate.programs import Work
 from scaling.simulate.recorder import Recorder
 from scaling.simulate.standin import StandIn

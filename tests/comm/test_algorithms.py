@@ -20,7 +20,7 @@ from hpczero.comm.algorithms import (
     Standing,
 )
 from hpczero.comm.devices import DirectReach, HostReach, Reach, StagedReach
-from hpczero.plan import rounds
+from hpczero.plan import footprint
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 
@@ -76,7 +76,7 @@ def check_gather(comm: MPI.Intracomm, kind: type[Gather], reach: Reach, chunk_nb
 def test_pairs_of_several_peers_at_a_time_move_the_same_bytes(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, steps: int, reach: str
 ) -> None:
-    monkeypatch.setattr(rounds, "STEPS", steps)
+    monkeypatch.setattr(footprint, "STEPS", steps)
     for _ in range(2):
         check_gather(comm, PairwiseGather, REACHES[reach](), chunk_nbytes=12)
         check_exchange(comm, PairwiseExchange, REACHES[reach]())

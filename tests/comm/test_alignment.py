@@ -15,7 +15,7 @@ from hpczero.comm import Collectives, Hierarchical, Uneven, flat, hierarchical, 
 from hpczero.comm.inside import Messages
 from hpczero.kernels.source import VECTOR_NBYTES
 from hpczero.kernels.tree_sum import tree_sum
-from hpczero.plan import rounds
+from hpczero.plan import footprint
 from tests.comm.suite import contribution, expected_sum
 from tests.helpers.parallel import parallel_assert
 
@@ -52,7 +52,7 @@ def alignments(
     for module in (flat, hierarchical, rails):
         monkeypatch.setattr(module, "tree_sum", watched)
     for name in ("EXCHANGE_BYTES", "LEAST_BYTES"):
-        monkeypatch.setattr(rounds, name, SMALL)
+        monkeypatch.setattr(footprint, name, SMALL)
     monkeypatch.setattr(Messages, "most_nbytes", SMALL)
     topology = hpczero.Topology.create(comm, nodes)
     transport = make(topology)

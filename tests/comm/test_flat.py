@@ -9,7 +9,7 @@ import torch
 
 import hpczero
 from hpczero.comm.devices import StagedReach
-from hpczero.plan.rounds import EXCHANGE_BYTES
+from hpczero.plan.footprint import EXCHANGE_BYTES
 from tests.comm.suite import CollectivesSuite, contribution, expected_sum
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert

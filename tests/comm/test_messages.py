@@ -13,7 +13,8 @@ import hpczero
 from hpczero.comm import Hierarchical
 from hpczero.comm.algorithms import exchanges
 from hpczero.memory.buffers import DTYPES, Use
-from hpczero.plan import Plan, rounds
+from hpczero.plan import Plan
+from hpczero.plan import footprint as rounds
 from hpczero.plan.rules import default_rule
 from tests.helpers.parallel import parallel_assert
 

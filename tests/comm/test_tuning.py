@@ -20,7 +20,7 @@ from hpczero.comm.rails import DEFAULT, Choice, Rails
 from hpczero.comm.tuning import cache_file, tune
 from hpczero.job.watchdog import Watchdog
 from hpczero.options.values import ALGORITHMS
-from hpczero.plan.rounds import DEVICE_ROUND_BYTES
+from hpczero.plan.footprint import DEVICE_ROUND_BYTES
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 

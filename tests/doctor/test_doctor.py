@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.doctor import examination, launch, probes, software, storage
+from hpczero.doctor import environment, examination, launch, probes
+from hpczero.doctor import probes as storage
 from hpczero.doctor.environment import TRAPS, check_environment
 from hpczero.doctor.finding import Finding, Status, exit_code, summary
 from hpczero.probe.tiers import Speed
@@ -28,7 +29,7 @@ def rank_facts(rank: int, **changes: object) -> launch.RankFacts:
         cores=frozenset(range(4 * local_rank, 4 * local_rank + 4)),
         omp_threads=4,
         shm_nbytes=(64 * GIB, 63 * GIB),
-        versions=dict.fromkeys(software.REQUIRED, "9.9"),
+        versions=dict.fromkeys(environment.REQUIRED, "9.9"),
     )
     return dataclasses.replace(good, **changes)  # type: ignore[arg-type]
 
@@ -270,12 +271,12 @@ def statuses(findings: Sequence[Finding]) -> list[Status]:
 
 def test_packages_missing_or_different_on_one_rank_block() -> None:
     ranks = four_ranks()
-    assert statuses(software.check_versions(ranks)) == [Status.OK]
+    assert statuses(environment.check_versions(ranks)) == [Status.OK]
     without = {name: text for name, text in ranks[3].versions.items() if name != "torch"}
-    (missing,) = software.check_versions([*ranks[:3], rank_facts(3, versions=without)])
+    (missing,) = environment.check_versions([*ranks[:3], rank_facts(3, versions=without)])
     assert_problem(missing, Status.FAIL, "torch not installed on rank 3", "pip install torch")
     other = rank_facts(3, versions={**ranks[3].versions, "numpy": "1.0"})
-    found = software.check_versions([*ranks[:3], other])
+    found = environment.check_versions([*ranks[:3], other])
     assert_problem(found[-1], Status.FAIL, "numpy is 1.0 on rank 3 (node1), 9.9 on rank 0", "one")
 
 
@@ -285,34 +286,34 @@ def test_packages_missing_or_different_on_one_rank_block() -> None:
 )
 def test_a_package_that_is_too_old_warns(name: str, version: str) -> None:
     ranks = four_ranks(versions={**rank_facts(0).versions, name: version})
-    found = software.check_versions(ranks)[-1]
+    found = environment.check_versions(ranks)[-1]
     assert_problem(found, Status.WARN, f"{name} {version} is older than", f"--upgrade {name}")
 
 
 def test_the_oldest_packages_are_those_of_setup_cfg_and_of_the_readme() -> None:
-    for name, oldest in software.OLDEST.items():
+    for name, oldest in environment.OLDEST.items():
         ranks = four_ranks(versions={**rank_facts(0).versions, name: oldest})
-        assert statuses(software.check_versions(ranks)) == [Status.OK]
+        assert statuses(environment.check_versions(ranks)) == [Status.OK]
         assert f"    {name} >= {oldest}\n" in (ROOT / "setup.cfg").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"{n} {software.OLDEST[n]} or newer" in readme for n in ("torch", "mpi4py"))
+    assert all(f"{n} {environment.OLDEST[n]} or newer" in readme for n in ("torch", "mpi4py"))
 
 
 def test_torch_that_does_not_load_blocks() -> None:
-    assert software.check_torch("2.13.0", 4, "").value == "2.13.0, 4 threads on rank 0"
-    broken = software.check_torch("", 0, "libc10.so: cannot open")
+    assert environment.check_torch("2.13.0", 4, "").value == "2.13.0, 4 threads on rank 0"
+    broken = environment.check_torch("", 0, "libc10.so: cannot open")
     assert_problem(broken, Status.FAIL, "libc10.so", "pip install torch")
 
 
 def test_gpus_are_found_by_their_device_files(tmp_path: Path) -> None:
-    assert software.check_gpu(software.gpu_devices(str(tmp_path)), {}).status is Status.OK
+    assert environment.check_gpu(environment.gpu_devices(str(tmp_path)), {}).status is Status.OK
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / name).touch()
-    devices = software.gpu_devices(str(tmp_path))
-    assert_problem(software.check_gpu(devices, {}), Status.WARN, "2 on this node", "cuda12")
-    with_cupy = software.check_gpu(devices, {"cupy-cuda12x": "13.6"})
+    devices = environment.gpu_devices(str(tmp_path))
+    assert_problem(environment.check_gpu(devices, {}), Status.WARN, "2 on this node", "cuda12")
+    with_cupy = environment.check_gpu(devices, {"cupy-cuda12x": "13.6"})
     assert with_cupy == Finding("GPU", "2 on this node, cupy-cuda12x 13.6")
-    with_word = software.check_gpu(devices, {"cupy-cuda12x": "13.6"}, "MPI says no")
+    with_word = environment.check_gpu(devices, {"cupy-cuda12x": "13.6"}, "MPI says no")
     assert with_word == Finding("GPU", "2 on this node, cupy-cuda12x 13.6; MPI says no")
 
 

@@ -16,7 +16,7 @@ from hpczero.errors import ConfigError, HpcZeroError, launcher_rank
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment, misspelt
 from hpczero.options.reading import load_toml, read_run_config, to_toml
-from hpczero.plan.batch import Batch
+from hpczero.plan.sizing import Batch
 from hpczero.train import model_config
 from tests.files.test_regular import at_once
 

@@ -19,7 +19,7 @@ from hpczero.options.config import RunConfig, RunOptions, TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml, read_run_config, to_toml
 from hpczero.options.values import parse_nodes
-from hpczero.plan.batch import Batch
+from hpczero.plan.sizing import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
 

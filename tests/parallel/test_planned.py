@@ -18,9 +18,8 @@ from hpczero.options.config import LayoutOptions
 from hpczero.parallel import close, cut, gpt_rule, gpt_stages, split
 from hpczero.parallel.tensor.layers import ColumnLinear
 from hpczero.plan.degrees import mesh_of
-from hpczero.plan.held import Held
 from hpczero.plan.sent import sent_by
-from hpczero.plan.spread import Spread, part_of_gpt
+from hpczero.plan.spread import Held, Spread, part_of_gpt
 from hpczero.run.passes import PipelinePasses, passes_of
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.building import divide

@@ -16,8 +16,8 @@ from hpczero.job.limits import Room, usage
 from hpczero.models import PRESETS
 from hpczero.options.config import ParallelOptions, RunConfig, TrainOptions
 from hpczero.parallel import close
-from hpczero.plan.batch import Batch
 from hpczero.plan.peak import PartRun
+from hpczero.plan.sizing import Batch
 from hpczero.run.passes import passes_of
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.building import build

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpczero.plan.layout import ShardLayout
-from hpczero.plan.rounds import (
+from hpczero.plan.footprint import (
     EXCHANGE_BYTES,
     LEAST_BYTES,
     exchange_chunk,
     node_chunk,
     rail_chunk,
 )
+from hpczero.plan.layout import ShardLayout
 
 Shapes = list[tuple[int, ...]]
 

@@ -13,9 +13,9 @@ from torch import nn
 from hpczero.errors import ConfigError, PlanError
 from hpczero.models import GPT, GPTConfig
 from hpczero.plan import MemoryPlan, Plan, Stage, TrafficPlan
+from hpczero.plan.footprint import EXCHANGE_BYTES
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import DType, LossScale, Precision
-from hpczero.plan.rounds import EXCHANGE_BYTES
 from hpczero.plan.rules import default_rule, whole_model
 
 SHARDS = 3

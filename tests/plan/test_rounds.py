@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.plan.rounds import (
+from hpczero.plan.footprint import (
     EXCHANGE_BYTES,
     EXCHANGE_MESSAGES,
     FEW_NODES,

@@ -11,12 +11,11 @@ from hpczero.job.mesh import Mesh
 from hpczero.models.config import GPTConfig, parameter_count, parameter_shapes
 from hpczero.plan.degrees import Span, rank_map, span_of
 from hpczero.plan.footprint import footprint_of
-from hpczero.plan.held import Held, bubble, forwards_alive
 from hpczero.plan.peak import Network, Run
 from hpczero.plan.precision import DType
 from hpczero.plan.sent import Wire, sent_by
 from hpczero.plan.sizing import activation_nbytes
-from hpczero.plan.spread import Spread
+from hpczero.plan.spread import Held, Spread, bubble, forwards_alive
 
 MODEL = GPTConfig(vocab_size=101, context=12, layers=5, hidden=24, heads=4)
 ROUND = GPTConfig(vocab_size=512, context=64, layers=8, hidden=64, heads=8, positions="rotary")

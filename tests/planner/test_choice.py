@@ -11,9 +11,8 @@ from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.plan.offload import Offload
 from hpczero.plan.peak import Network, Run
-from hpczero.planner.choice import Freedom, candidates, choose
+from hpczero.planner.choice import Freedom, candidates, choose, describe, lines, options_of
 from hpczero.planner.search import foretell_on
-from hpczero.planner.words import describe, lines, options_of
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.predict.model import Prediction
 

@@ -16,9 +16,17 @@ from hpczero.plan.footprint import footprint_of
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.offloaded import OffloadedPlan, cuts, units_away
 from hpczero.plan.peak import Network, Run
-from hpczero.planner.choice import Choice, Foretold, Freedom, candidates, kind_of
+from hpczero.planner.choice import (
+    Choice,
+    Foretold,
+    Freedom,
+    candidates,
+    describe,
+    kind_of,
+    lines,
+    options_of,
+)
 from hpczero.planner.search import balance_on, foretell_on, least_units, search, sizes_of
-from hpczero.planner.words import describe, lines, options_of
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.run.starting.precheck import activations_of, offload_of
 

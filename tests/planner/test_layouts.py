@@ -12,9 +12,9 @@ import pytest
 from hpczero.job.mesh import Mesh
 from hpczero.models.config import GPTConfig
 from hpczero.options.reading import read_run_config
-from hpczero.plan.batch import Batch
 from hpczero.plan.degrees import mesh_of
-from hpczero.planner.layouts import candidates, options_of_layout, search_layouts
+from hpczero.plan.sizing import Batch
+from hpczero.planner.search import layout_candidates, options_of_layout, search_layouts
 from hpczero.predict.machine import load_machine
 from tests.helpers.mpirun import run_command
 
@@ -46,7 +46,7 @@ def test_first_is_within_one_percent_of_the_fastest_and_the_others_are_in_order(
 
 
 def test_every_kind_of_layout_is_tried() -> None:
-    meshes = {spread.mesh for _, spread in candidates(MODEL, MACHINE, 8, "bf16", 16)}
+    meshes = {spread.mesh for _, spread in layout_candidates(MODEL, MACHINE, 8, "bf16", 16)}
     # Tensor degrees 1, 2, 4 of a node of 4; pipelines 1, 2, 4 of at most 6 blocks; shards of the world or the node.
     expected = {
         Mesh(shard=8),

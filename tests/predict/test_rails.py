@@ -14,8 +14,7 @@ from hpczero.comm.algorithms import steps
 from hpczero.kernels.source import MOST_BLOCKS
 from hpczero.kernels.tree_sum import levels
 from hpczero.models.config import PRESETS, GPTConfig
-from hpczero.plan.footprint import footprint_of
-from hpczero.plan.rounds import IN_FLIGHT, gather_messages, rail_messages
+from hpczero.plan.footprint import IN_FLIGHT, footprint_of, gather_messages, rail_messages
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.predict.model import predict

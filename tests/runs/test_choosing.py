@@ -14,8 +14,8 @@ from hpczero.errors import ConfigError
 from hpczero.job.topology import Topology
 from hpczero.models.config import GPTConfig
 from hpczero.options.config import OffloadOptions, RunConfig, RunOptions, TrainOptions
-from hpczero.plan.batch import Batch
 from hpczero.plan.peak import Run
+from hpczero.plan.sizing import Batch
 from hpczero.planner import choice
 from hpczero.probe import job, tiers
 from hpczero.run.results.folder import RunFolder

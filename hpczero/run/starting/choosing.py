@@ -25,16 +25,14 @@ from hpczero.memory.buffers import DTYPES
 from hpczero.models import GPTConfig
 from hpczero.options.config import ParallelOptions, RunConfig
 from hpczero.options.reading import load_toml
-from hpczero.plan.batch import Batch
 from hpczero.plan.offload import Medium
 from hpczero.plan.peak import Run
 from hpczero.plan.precision import Precision
-from hpczero.planner.choice import Choice, Foretold, Freedom
+from hpczero.plan.sizing import Batch
+from hpczero.planner.choice import Choice, Foretold, Freedom, lines
 from hpczero.planner.search import balance_on, foretell_on, search
-from hpczero.planner.words import lines
 from hpczero.predict.machine import Machine
-from hpczero.probe.job import probe_job
-from hpczero.probe.machine import machine_of
+from hpczero.probe.job import machine_of, probe_job
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.room_check import fitting_on, run_of
 

@@ -19,11 +19,11 @@ from hpczero.job import log
 from hpczero.job.group import Group
 from hpczero.job.launch import warn_of_shared_devices
 from hpczero.options.config import RunConfig
-from hpczero.plan.batch import Batch
 from hpczero.plan.degrees import rank_map
 from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.plan.peak import PartRun, Run
 from hpczero.plan.sent import sent_by
+from hpczero.plan.sizing import Batch
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.building import compiled_modules
 from hpczero.run.starting.precheck import activations_of, offload_of

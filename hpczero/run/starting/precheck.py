@@ -20,8 +20,8 @@ from hpczero.models import GPTConfig
 from hpczero.options.config import DEFAULT_RUN, LayoutOptions, OffloadOptions, RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms, parse_nodes
-from hpczero.plan.batch import Batch
 from hpczero.plan.offload import MIB, Activations, Offload
+from hpczero.plan.sizing import Batch
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting import resume
 from hpczero.run.stopping.attempts import Attempts

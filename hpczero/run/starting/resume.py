@@ -26,7 +26,7 @@ from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import is_there, kind_of, reason, shown
 from hpczero.options.config import DEFAULT_RUN, ModelOptions, RunConfig
 from hpczero.options.reading import load_toml
-from hpczero.plan.batch import Batch
+from hpczero.plan.sizing import Batch
 from hpczero.run.results.folder import RunFolder
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from hpczero.models import PRESETS, GPTConfig, parameter_count, parameter_shapes
 from hpczero.options.config import LayoutOptions, RunConfig
 from hpczero.options.environment import Environment
 from hpczero.plan.alternatives import alternatives, command_line, on_these_ranks
-from hpczero.plan.batch import Batch
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.peak import Network, PartRun, Run
 from hpczero.plan.plan import Stage
+from hpczero.plan.sizing import Batch
 from hpczero.plan.spread import Spread
 from hpczero.run.starting.precheck import activations_of, offload_of
 
