@@ -30,7 +30,7 @@ from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml
 from hpczero.run.results.folder import RunFolder
 
-logger = logging.getLogger("hpczero.attempts")
+logger = logging.getLogger("hpczero.stops")
 
 FRUITLESS_RESTARTS = 3
 _NUMBERS = {"start": ("committed",), "begin": ("step",), "end": ("step", "code")}
