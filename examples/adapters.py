@@ -111,11 +111,10 @@ def by_plain_torch(words: list[str]) -> tuple[list[float], float]:
     import torch
 
     import hpczero
+    from hpczero.job.signals import Signals
     from hpczero.options.reading import read_run_config
-    from hpczero.run.starting.building import decay_groups
-    from hpczero.run.starting.factory import made_by_factory
+    from hpczero.run.starting.building import decay_groups, made_by_factory
     from hpczero.run.starting.reading import open_reading
-    from hpczero.run.stopping.signals import Signals
 
     config = read_run_config(words)
     options, alone = config.train, hpczero.Topology.alone()

@@ -15,7 +15,7 @@ import tyro
 from hpczero.errors import ConfigError, run
 from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
-from hpczero.run.starting.first_seconds import tell_start_aside
+from hpczero.run.starting.precheck import tell_start_aside
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def main() -> int:
     )
     tell_start_aside("hpczero.sample")
     # Here and not at the top: this import starts torch and MPI, which --help and bad options must not do.
-    from hpczero.run.sampling.generation import sample
+    from hpczero.run.sampling import sample
 
     sample(
         options.weights,

@@ -12,17 +12,17 @@ import sys
 
 from hpczero.errors import ConfigError, launcher_rank, run
 from hpczero.files.regular import shown
+from hpczero.job.signals import Signals
 from hpczero.models import PRESETS, GPTConfig
 from hpczero.options.config import ModelOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import read_run_config
 from hpczero.plan.degrees import check_model
-from hpczero.run.starting.first_seconds import (
+from hpczero.run.starting.precheck import (
     end_before_mpi,
     meet_the_other_ranks_in_mpi_init,
     tell_start,
 )
-from hpczero.run.stopping.signals import Signals
 
 
 def main() -> int:

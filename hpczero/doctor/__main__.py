@@ -17,7 +17,7 @@ import tyro
 from hpczero.doctor.finding import Finding, Status, TimeLimit, exit_code, summary
 from hpczero.errors import ConfigError, launcher_rank, run
 from hpczero.options.reading import parse_command_line
-from hpczero.run.starting.first_seconds import tell_start_aside
+from hpczero.run.starting.precheck import tell_start_aside
 
 
 @dataclass(frozen=True)

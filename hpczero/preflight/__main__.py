@@ -18,7 +18,7 @@ from hpczero.errors import EXIT_FAILURE, ConfigError, run
 from hpczero.options.reading import parse_command_line
 from hpczero.options.values import digits
 from hpczero.preflight.verdict import Fault, NodeReport, faults
-from hpczero.run.starting.first_seconds import tell_start_aside
+from hpczero.run.starting.precheck import tell_start_aside
 
 MOST_SHOWN = 64
 MIB = 2**20

@@ -22,7 +22,7 @@ from hpczero.options.config import ResumeOptions, RunConfig
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.weights import step_of_weights
 from hpczero.run.starting import resume
-from hpczero.run.stopping.stops import Wish
+from hpczero.run.stopping import Wish
 
 logger = logging.getLogger("hpczero.checkpoints")
 

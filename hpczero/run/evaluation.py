@@ -5,18 +5,311 @@ Owns: when it is due, and what it is. Must not know: training, where the samples
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
+from hpczero.errors import ConfigError, StepError
+from hpczero.job.group import Group
 from hpczero.job.topology import Topology
-from hpczero.run.passes import Passes
+from hpczero.options.config import LayoutOptions
+from hpczero.parallel.pipeline.runner import Pipeline
+from hpczero.parallel.tensor import own_tokens
+from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.reading import HeldOutSet
 from hpczero.zero.access import finish_update
 from hpczero.zero.sharding import KEY
+
+# (step, micro step) -> inputs and targets of this rank, or what else its samples have: NumPy arrays or tensors.
+Samples = Callable[[int, int], tuple[Any, ...]]
+Loss = Callable[..., Tensor]  # (model, *batch)
+
+
+def whole_samples(tokens: Tensor) -> Tensor:
+    """All of them, where ranks do not share the tokens of a sample."""
+    return tokens
+
+
+def checked(found: Any, what: str) -> Tensor:
+    """``found``, which an adapter gave as its loss or metric.
+
+    Raises:
+        StepError: it is no tensor of one element.
+    """
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found
+    got = (
+        f"a tensor of shape {tuple(found.shape)}"
+        if isinstance(found, Tensor)
+        else repr(type(found).__name__)
+    )
+    raise StepError(
+        f"{what} of the adapter gave {got}, expected a tensor of one element, the mean over the samples"
+    )
+
+
+class Passes(Protocol):
+    """One way to come from samples to gradients. Collective over the topology of the model."""
+
+    def take(
+        self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
+    ) -> Callable[[], float]:
+        """Forward and backward of step ``number``; gradients are reduced at the end.
+
+        Args:
+            number: of the step.
+            samples: gives the samples of this rank for a step and a micro step.
+            watch: told of the phases ``data``, ``forward``, ``backward``.
+            finish: called when the last backward has been started.
+
+        Returns:
+            Gives the mean loss over this rank's samples. It waits for a device where the step has not; with a pipeline
+            it is collective over the stages.
+        """
+        ...
+
+    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
+        """The loss summed over samples, without gradients.
+
+        Args:
+            parts: of each forward its tensors, inputs and targets, then the number of samples.
+        """
+        ...
+
+    def measuring(self, adapter: Adapter) -> Passes:
+        """Passes whose ``held_out`` sums the adapter's metric instead of the loss. Not collective."""
+        ...
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for others in passes so far, beside what collectives count."""
+        ...
+
+
+class PlainPasses:
+    """Of a model that each rank calls by itself."""
+
+    waited_s = 0.0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Loss,
+        accumulation: int,
+        accelerator: Accelerator,
+        own: Callable[[Tensor], Tensor] = whole_samples,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            model: zeroified, or any model for ``held_out``.
+            loss: mean loss of a micro batch, from the model, inputs and targets.
+            accumulation: micro steps in a step.
+            accelerator: device of the model.
+            own: this rank's part of inputs and targets, where ranks share the tokens of a sample.
+        """
+        self._model, self._loss, self._own = model, loss, own
+        self._accumulation, self._accelerator = accumulation, accelerator
+
+    def take(
+        self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
+    ) -> Callable[[], float]:
+        """As of every way."""
+        losses: list[Callable[[], float]] = []
+        for micro_step in range(self._accumulation):
+            with watch.phase("data"):
+                arrays = samples(number, micro_step)
+            with hpczero.accumulate(self._model, micro_step, self._accumulation):
+                with watch.phase("forward"):
+                    batch = (self._accelerator.bring(self._own(torch.as_tensor(a))) for a in arrays)
+                    loss = checked(self._loss(self._model, *batch), "loss")
+                    if not loss.requires_grad:
+                        raise StepError(
+                            "loss gave a number that no parameter of the model has a part in (detach(), item() or "
+                            "no_grad() in it?), so there is nothing to train"
+                        )
+                with watch.phase("backward"):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    if micro_step == self._accumulation - 1:
+                        finish()
+            losses.append(hpczero.read_later(self._model, loss.detach() / self._accumulation))
+        return lambda: sum(loss() for loss in losses)
+
+    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
+        """As of every way."""
+        total = 0.0
+        for *batch, number in parts:
+            found = checked(self._loss(self._model, *map(self._own, batch)), "loss or metric")
+            total += found.item() * number
+        return total
+
+    def measuring(self, adapter: Adapter) -> Passes:
+        """As of every way."""
+        return PlainPasses(
+            self._model,
+            loss=adapter.metric,
+            accumulation=1,
+            accelerator=self._accelerator,
+            own=self._own,
+        )
+
+
+class PipelinePasses:
+    """Of a stage of a pipeline, whose micro batches pass from stage to stage."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        group: Group,
+        accelerator: Accelerator,
+        own: Callable[[Tensor], Tensor] = whole_samples,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            pipeline: of the stage.
+            group: the stages.
+            accelerator: device of the stage.
+            own: as of ``PlainPasses``.
+        """
+        self._pipeline, self._group = pipeline, group
+        self._accelerator, self._own = accelerator, own
+
+    def take(
+        self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
+    ) -> Callable[[], float]:
+        """As of every way. Forwards and backwards are interleaved, so both count as ``backward``."""
+        with watch.phase("data"):
+            micro_steps = [samples(number, each) for each in range(self._pipeline.micro_batches)]
+        with watch.phase("backward"):
+            pairs = [
+                [self._accelerator.bring(self._own(torch.as_tensor(a))) for a in arrays]
+                for arrays in micro_steps
+            ]
+            loss = self._pipeline.begin_step([p[0] for p in pairs], [p[1] for p in pairs])
+            finish()
+        return loss
+
+    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
+        """As of every way; forwards of equally many samples pass one after the other."""
+        total, own = 0.0, self._own
+        for number, group in itertools.groupby(parts, key=lambda part: part[2]):
+            alike = list(group)
+            mean = self._pipeline.evaluate(
+                [own(x) for x, _, _ in alike], [own(y) for _, y, _ in alike]
+            )
+            total += mean * number * len(alike)
+        return total
+
+    def measuring(self, adapter: Adapter) -> Passes:
+        """As of every way."""
+        named = {"group": self._group, "accelerator": self._accelerator, "own": self._own}
+        return PipelineMeasuring(adapter, self._pipeline, **named)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this stage has waited for messages so far: the bubble is among them."""
+        return self._pipeline.messages.stats.waited_s
+
+
+class _Outputs(nn.Module):
+    """A model that has been called already: gives the outputs that a pipeline has made of some inputs, once."""
+
+    def __init__(self, inputs: Tensor, outputs: Any) -> None:
+        super().__init__()
+        self._inputs, self._outputs = inputs, [outputs]
+
+    def forward(self, *inputs: Any) -> Any:
+        """The outputs. Raises ConfigError for anything but one call with the inputs."""
+        if len(inputs) != 1 or inputs[0] is not self._inputs or not self._outputs:
+            raise ConfigError("the model is called twice, or with others than the inputs")
+        return self._outputs.pop()
+
+
+class PipelineMeasuring(PipelinePasses):
+    """Of a stage of a pipeline, whose last stage has an adapter's metric of what comes out; all stages are told it."""
+
+    def __init__(self, adapter: Adapter, pipeline: Pipeline, **named: Any) -> None:
+        """Not collective.
+
+        Args:
+            adapter: has the metric.
+            pipeline: of the stage.
+            named: as of ``PipelinePasses``.
+        """
+        super().__init__(pipeline, **named)
+        self._adapter = adapter
+
+    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
+        """The metric summed over samples.
+
+        Raises:
+            ConfigError: the metric needs more of the model than its outputs for the inputs; on every stage.
+        """
+        total = 0.0
+        for number, group in itertools.groupby(parts, key=lambda part: part[2]):
+            alike = [(self._own(x), self._own(y)) for x, y, _ in group]
+            outputs = self._pipeline.outputs([x for x, _ in alike])
+            with self._group.agreed(f"measure the {self._adapter.metric_name}"):
+                for (x, y), found in zip(alike, outputs or [], strict=False):  # of the last stage
+                    total += self._measured(x, y, found) * number
+        return self._group.total(total)
+
+    def _measured(self, x: Tensor, y: Tensor, outputs: Any) -> float:
+        try:
+            found = self._adapter.metric(_Outputs(x, outputs), x, y)
+        except Exception as error:
+            raise ConfigError(
+                f"{type(self._adapter).__name__}.metric: with parallel.pipeline above 1 it may call model(inputs) "
+                f"once, and no other part of the model, which lies on other stages ({type(error).__name__}: {error}); "
+                "write it so, or leave metric_name empty"
+            ) from error
+        return checked(found, "metric").item()
+
+
+def passes_of(
+    options: LayoutOptions,
+    adapter: Adapter,
+    model: nn.Module,
+    *,
+    accumulation: int,
+    accelerator: Accelerator,
+) -> Passes:
+    """What makes the gradients of a step. Not collective.
+
+    Args:
+        options: schedule of the pipeline.
+        adapter: of the model.
+        model: zeroified.
+        accumulation: micro steps in a step, which are the micro batches of a pipeline.
+        accelerator: device of the model.
+
+    Raises:
+        ConfigError: numbers that the schedule cannot run.
+    """
+    topology, own = hpczero.sharding(model).topology, whole_samples
+    if topology.sequence.size > 1:  # of samples that are no tokens there is nothing to divide
+        own = partial(own_tokens, topology=topology)
+    if options.pipeline == 1:
+        return PlainPasses(
+            model,
+            loss=adapter.loss,
+            accumulation=accumulation,
+            accelerator=accelerator,
+            own=own,
+        )
+    pipeline = Pipeline(model, micro_batches=accumulation, schedule=options.order)
+    return PipelinePasses(pipeline, group=topology.pipeline, accelerator=accelerator, own=own)
 
 
 @dataclass(frozen=True)

@@ -6,25 +6,150 @@ what is in a file. Every rank runs all of it; only rank 0 writes files.
 
 from __future__ import annotations
 
+import socket
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
+import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
+from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
+from hpczero.errors import EXIT_REQUEUE
+from hpczero.files.regular import reason
 from hpczero.job import log
 from hpczero.job.launch import start_topology, use_own_cores
+from hpczero.job.signals import Signals
 from hpczero.options.config import RunConfig
+from hpczero.parallel.tensor import close
 from hpczero.plan.degrees import mesh_on_nodes
-from hpczero.run import ending
+from hpczero.run.evaluation import Found
 from hpczero.run.measured import Expectation, Stragglers, after_save, metrics_of
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
+from hpczero.run.results.metrics import process_peak_nbytes, read_metrics
+from hpczero.run.results.weights import begin_weights
 from hpczero.run.setup import Given, Run, set_up
-from hpczero.run.starting.factory import check_kind, check_same_options, made_by_factory
+from hpczero.run.starting import resume
+from hpczero.run.starting.building import check_kind, check_same_options, made_by_factory
 from hpczero.run.starting.room_check import RoomCheck
-from hpczero.run.stopping.signals import Signals
-from hpczero.run.stopping.stops import Stops, Wish
+from hpczero.run.stopping import Stops, Wish
+from hpczero.zero.full_state import StateByUnit
+
+PICTURE_S = 600.0  # between two pictures of a run that goes on
+
+
+def stopped(run: Run, done: int) -> int:
+    """End a run that was asked to stop after ``done`` steps and has saved. Returns 75. Collective."""
+    next_command = resume.next_command(run.config, in_series=bool(run.environment.series))
+    log.info("stopped after step %d, as asked; %s", done, next_command)
+    if run.records is not None:
+        draw_meanwhile(run, -PICTURE_S)
+    run.attempts.end(done, EXIT_REQUEUE)
+    _give_back(run)
+    return EXIT_REQUEUE
+
+
+def draw_meanwhile(run: Run, drawn_s: float) -> float:
+    """Draw the losses of a run that goes on, if the last picture is old. Not collective: rank 0 calls it.
+
+    Args:
+        run: that has written the line of a step.
+        drawn_s: when it was drawn last, by ``time.monotonic``.
+
+    Returns:
+        When it was drawn last.
+    """
+    now_s = time.monotonic()
+    if not run.config.log.plot or now_s - drawn_s < PICTURE_S:
+        return drawn_s
+    try:
+        draw_losses(run.config, run.folder)
+    except OSError as error:  # the metrics are on file, and the end of the run draws again
+        log.info("%s: cannot be drawn (%s)", run.folder.plot, reason(error))
+    return now_s
+
+
+def finished(run: Run, found: Found | None) -> int:
+    """Write the results of a run that has done all its steps. Returns 0. Collective.
+
+    Args:
+        run: its steps are done.
+        found: by the evaluation after the last step, if there was one.
+    """
+    sharding, config = hpczero.sharding(run.model), run.config
+    log.debug(
+        "peak memory %.0f MiB, %.1f s in collectives",
+        process_peak_nbytes() / 2**20,
+        sharding.collectives.stats.seconds,
+    )
+    _write_weights(run)
+    with run.given.topology.agreed("write the results"):
+        if run.given.topology.is_root:
+            if config.log.plot:
+                draw_losses(config, run.folder)
+            run.attempts.end(config.train.steps, 0)
+    if found is not None:
+        log.info("held-out loss: %s", run.reading.loss_in_words(found.loss))
+    if found is not None and found.metric is not None:
+        log.info("held-out %s: %.4f", run.adapter.metric_name, found.metric)
+    if config.model.factory:
+        log.info("done: the weights are in %s", run.folder.weights)
+    else:
+        prompt = "" if config.data.path else " --prompt 'def '"  # the default text is Python
+        log.info(
+            "done: python -m hpczero.sample %s%s shows what it learnt", run.folder.path, prompt
+        )
+    _give_back(run)
+    return 0
+
+
+def _write_weights(run: Run) -> None:
+    """Write the final weights; no rank holds more than one unit of them. Collective."""
+    topology, state = run.given.topology, StateByUnit(run.model)
+    with ExitStack() as stack:
+        writer: WeightsWriter | None = None
+        with topology.agreed("write the weights"):
+            if state.tensors is not None:
+                run.lock.lock.check()
+                writer = stack.enter_context(
+                    begin_weights(
+                        run.folder.weights,
+                        state.tensors,
+                        card=run.card,
+                        tokenizer=run.reading.identity().get(resume.TOKENIZER),
+                        step=run.config.train.steps,
+                    )
+                )
+                buffers = [t for t in state.tensors.values() if t.device.type != "meta"]
+                writer.put((t, t) for t in {id(t): t for t in buffers}.values())
+        for found in state.units():
+            with topology.agreed("write the weights"):
+                if writer is not None:
+                    writer.put(found)
+        with topology.agreed("write the weights"):
+            if writer is not None:
+                run.lock.lock.check()
+                writer.commit()
+
+
+def _give_back(run: Run) -> None:
+    hpczero.release(run.model)
+    close(run.model)
+    if run.checkpointing is not None:
+        run.checkpointing.close()
+    run.reading.close()
+
+
+def draw_losses(config: RunConfig, folder: RunFolder) -> None:
+    """Plot what metrics.jsonl holds. Not collective: rank 0 calls it."""
+    # Here and not at the top: half a second and 40 MB that only one rank should pay.
+    from hpczero.run.results.records import plot_losses
+
+    where = f"{socket.gethostname()}, {time.strftime('%Y-%m-%d')}"
+    title = f"{config.run.name}: {config.model.title}, ZeRO stage {config.parallel.stage}\n{where}"
+    unit = "" if config.model.factory else "nats per token"
+    plot_losses(read_metrics(folder.metrics), folder.plot, title=title, unit=unit)
 
 
 def train(
@@ -90,9 +215,9 @@ def take_steps(run: Run) -> int:
                 checkpoints.after_step(done, {**run.identity, "samples": samples}, wish)
             if run.records is not None and measured is not None:
                 run.records.write(after_save(run, taken, measured))
-                drawn_s = ending.draw_meanwhile(run, drawn_s)
+                drawn_s = draw_meanwhile(run, drawn_s)
 
             stopped = wish is Wish.STOP and done < config.train.steps
             if stopped:
                 break
-    return ending.stopped(run, done) if stopped else ending.finished(run, found)
+    return stopped(run, done) if stopped else finished(run, found)

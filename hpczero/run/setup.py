@@ -21,28 +21,32 @@ from hpczero.activations import Checkpointing
 from hpczero.adapters.base import Adapter
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
 from hpczero.job import log
+from hpczero.job.signals import Signals
 from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
 from hpczero.plan.sizing import Batch
 from hpczero.planner.choice import Foretold
 from hpczero.run.checkpoints import RunCheckpoints, Start
-from hpczero.run.evaluation import Evaluation
-from hpczero.run.passes import Passes, passes_of
+from hpczero.run.evaluation import Evaluation, Passes, passes_of
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.results.records import Records
 from hpczero.run.starting import resume
-from hpczero.run.starting.building import build, recompute_blocks, set_options
+from hpczero.run.starting.attempts import Attempts
+from hpczero.run.starting.building import (
+    build,
+    check_card,
+    check_numbers,
+    recompute_blocks,
+    set_options,
+)
 from hpczero.run.starting.choosing import choose_settings, earlier_settings, taken_over
-from hpczero.run.starting.factory import check_card, check_numbers
 from hpczero.run.starting.header import flops_per_unit, tell_header
 from hpczero.run.starting.reading import HeldOutSet, Reading, TrainingSet, open_reading
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
-from hpczero.run.stopping.attempts import Attempts
-from hpczero.run.stopping.signals import Signals
-from hpczero.run.stopping.stops import Deadline
+from hpczero.run.stopping import Deadline
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.activations import Checkpointing
-from hpczero.run.passes import Passes, Samples
+from hpczero.run.evaluation import Passes, Samples
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.tier import Flow
 

@@ -15,7 +15,7 @@ from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.topology import Topology
 from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import mesh_of
-from hpczero.run.passes import passes_of
+from hpczero.run.evaluation import passes_of
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.building import divide
 from scaling.contenders import base

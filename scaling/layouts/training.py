@@ -15,7 +15,7 @@ import hpczero
 from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.topology import Topology
-from hpczero.run.passes import PipelinePasses, passes_of
+from hpczero.run.evaluation import PipelinePasses, passes_of
 from hpczero.run.starting.building import divide
 from hpczero.run.step import TrainingStep
 from scaling.contenders.workload import LEARNING_RATE, SEED

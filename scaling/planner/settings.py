@@ -21,7 +21,7 @@ from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.peak import Network, Run
-from hpczero.run.passes import PlainPasses
+from hpczero.run.evaluation import PlainPasses
 from hpczero.run.step import TrainingStep
 
 WINDOW_MIB = 8

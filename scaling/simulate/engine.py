@@ -37,7 +37,7 @@ from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.plan.precision import Precision
 from hpczero.plan.spread import Spread
 from hpczero.predict.machine import Kernels, Machine, Roofline
-from hpczero.run.passes import Passes, PipelinePasses, PlainPasses
+from hpczero.run.evaluation import Passes, PipelinePasses, PlainPasses
 from hpczero.run.starting.building import divide
 from hpczero.run.step import TrainingStep
 from scaling.contenders.workload import LEARNING_RATE, SEED

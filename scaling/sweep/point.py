@@ -209,7 +209,7 @@ class Trainer:
         import hpczero
         from hpczero.adapters.gpt import GPTAdapter
         from hpczero.data import Batches
-        from hpczero.run.passes import passes_of
+        from hpczero.run.evaluation import passes_of
         from hpczero.run.starting.building import divide
         from hpczero.run.step import TrainingStep
 

@@ -14,8 +14,7 @@ import hpczero
 from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.base import Adapter
 from hpczero.options.config import ParallelOptions, RunConfig, RunOptions, TrainOptions
-from hpczero.run.evaluation import Evaluation
-from hpczero.run.passes import passes_of
+from hpczero.run.evaluation import Evaluation, passes_of
 from hpczero.run.starting.building import build, decay_groups
 from hpczero.run.starting.reading import OwnBatches, OwnHeldOut, Rows
 from hpczero.run.step import TrainingStep

@@ -13,7 +13,7 @@ import hpczero
 from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.base import Adapter
 from hpczero.errors import PlanError
-from hpczero.run.passes import PlainPasses
+from hpczero.run.evaluation import PlainPasses
 from hpczero.run.starting.header import flops_per_unit
 from hpczero.run.starting.reading import Rows
 from hpczero.run.step import TrainingStep

@@ -24,7 +24,7 @@ import hpczero
 from hpczero import Offload
 from hpczero.data.tokenize import ByteTokenizer
 from hpczero.models import PRESETS
-from hpczero.run import ending
+from hpczero.run import loop
 
 WIDTH = 1024  # 4 MiB of fp32 in each layer
 MIB = 2**20
@@ -118,7 +118,7 @@ def peaks_of(topology: hpczero.Topology, folder: Path, layers: int) -> dict[str,
         "step": step,
         "save": lambda: hpczero.checkpoint.save(folder, model, step=1),
         "load": lambda: hpczero.checkpoint.load(folder, model),
-        "weights": lambda: ending._write_weights(_run(model, topology, folder)),
+        "weights": lambda: loop._write_weights(_run(model, topology, folder)),
     }
     found = {name: peak_of(call) - before for name, call in calls.items()}
     weights = folder / "model.safetensors"

@@ -17,7 +17,7 @@ from hpczero.checkpoint.disk.writers import PosixWriter
 from hpczero.options.config import CheckpointOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.run.checkpoints import RunCheckpoints
 from hpczero.run.results.folder import RunFolder
-from hpczero.run.stopping.stops import Wish
+from hpczero.run.stopping import Wish
 from tests.checkpoint.programs import Program, first_ranks
 from tests.helpers.parallel import parallel_assert
 

@@ -38,9 +38,9 @@ from hpczero.options.reading import to_toml
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import MetricsFile, StepMetrics, read_metrics
 from hpczero.run.results.weights import Weights, WeightSource, write_weights
-from hpczero.run.sampling.sources import open_source
+from hpczero.run.sampling import open_source
 from hpczero.run.starting import resume
-from hpczero.run.stopping.attempts import Attempts
+from hpczero.run.starting.attempts import Attempts
 from tests.checkpoint.damage import fingerprint
 from tests.checkpoint.folders import kept, old_line, there
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, other_state, state

@@ -124,11 +124,11 @@ def test_a_step_and_the_wishes_after_it_bring_as_many_numbers_at_any_number_of_r
 
     import hpczero
     from hpczero.accelerator import HostAccelerator
+    from hpczero.job.signals import Signals
     from hpczero.options.environment import Environment
-    from hpczero.run.passes import PlainPasses
+    from hpczero.run.evaluation import PlainPasses
     from hpczero.run.step import TrainingStep
-    from hpczero.run.stopping.signals import Signals
-    from hpczero.run.stopping.stops import Deadline, Stops, Wish
+    from hpczero.run.stopping import Deadline, Stops, Wish
     from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens
 
     seen: list[int] = []

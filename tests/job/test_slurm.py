@@ -18,7 +18,7 @@ from hpczero.errors import ConfigError, TopologyError
 from hpczero.job.launch import ask_time_left, check_placement, seconds_of, tasks_per_node
 from hpczero.job.topology import check_launch
 from hpczero.options.environment import Environment
-from hpczero.run.stopping.stops import Deadline
+from hpczero.run.stopping import Deadline
 from tests.helpers.mpirun import ROOT, run_command, run_ranks
 from tests.helpers.processes import launch_environment
 

@@ -135,7 +135,7 @@ def train_laid_out(
     from hpczero.accelerator import HostAccelerator
     from hpczero.adapters.gpt import GPTAdapter
     from hpczero.parallel.tensor import close
-    from hpczero.run.passes import passes_of
+    from hpczero.run.evaluation import passes_of
     from hpczero.run.results.metrics import Stopwatch
     from hpczero.run.starting.building import divide
 

@@ -20,7 +20,7 @@ from hpczero.parallel.tensor.layers import ColumnLinear
 from hpczero.plan.degrees import mesh_of
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Held, Spread, part_of_gpt
-from hpczero.run.passes import PipelinePasses, passes_of
+from hpczero.run.evaluation import PipelinePasses, passes_of
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.building import divide
 from tests.helpers.parallel import parallel_assert

@@ -18,7 +18,7 @@ from hpczero.options.config import ParallelOptions, RunConfig, TrainOptions
 from hpczero.parallel import close
 from hpczero.plan.peak import PartRun
 from hpczero.plan.sizing import Batch
-from hpczero.run.passes import passes_of
+from hpczero.run.evaluation import passes_of
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.building import build
 from hpczero.run.starting.header import describe_layout, describe_run, describe_sent

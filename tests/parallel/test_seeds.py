@@ -15,7 +15,7 @@ from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.options.config import ParallelOptions, RunConfig
 from hpczero.parallel import close
-from hpczero.run.passes import passes_of
+from hpczero.run.evaluation import passes_of
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.building import build, seed_of
 from tests.helpers.parallel import parallel_assert

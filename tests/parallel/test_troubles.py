@@ -35,7 +35,7 @@ def before(module, args):
     if calls == {call} and topology.rank == {rank}:
         trouble()
 
-import hpczero.run.passes as passes
+import hpczero.run.evaluation as passes
 make = passes.passes_of
 def passes_of(options, adapter, model, **rest):
     for name, module in model.named_modules():

@@ -15,7 +15,7 @@ from hpczero.options.config import ResumeOptions, RunConfig, RunOptions, TrainOp
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml
 from hpczero.run.results.folder import RunFolder
-from hpczero.run.stopping.attempts import Attempts
+from hpczero.run.starting.attempts import Attempts
 
 SERIES = Environment(series="s", job="7")
 

@@ -215,7 +215,7 @@ from hpczero.accelerator import choose_accelerator
 from hpczero.errors import HpcZeroError, launcher_rank
 from hpczero.options.reading import read_run_config
 from hpczero.run.loop import train
-from hpczero.run.stopping.signals import Signals
+from hpczero.job.signals import Signals
 
 told = {}
 for line in json.loads(sys.argv[1]):

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hpczero.errors import ConfigError
 from hpczero.job import log
 from hpczero.options.config import LogOptions, RunConfig, RunOptions, TrainOptions
-from hpczero.run import ending
+from hpczero.run import loop
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import (
     Interval,
@@ -31,9 +31,8 @@ from hpczero.run.results.metrics import (
     process_peak_nbytes,
     read_metrics,
 )
-from hpczero.run.results.plot import plot_losses
 from hpczero.run.results.progress import progress_for
-from hpczero.run.results.records import Records
+from hpczero.run.results.records import Records, plot_losses
 
 
 def metrics(step: int = 1, **changes: object) -> StepMetrics:
@@ -399,9 +398,9 @@ def test_losses_are_drawn_while_a_run_goes_on_but_not_at_every_step(
     with Records(run.folder, config.log, num_steps=1) as records:
         records.write(metrics(1))
     now_s = time.monotonic()
-    assert ending.draw_meanwhile(run, now_s) == now_s
+    assert loop.draw_meanwhile(run, now_s) == now_s
     assert not run.folder.plot.exists()
-    assert ending.draw_meanwhile(run, now_s - ending.PICTURE_S - 1) >= now_s
+    assert loop.draw_meanwhile(run, now_s - loop.PICTURE_S - 1) >= now_s
     assert run.folder.plot.read_bytes().startswith(b"\x89PNG")
     run.folder.metrics.unlink()
-    ending.draw_meanwhile(run, now_s - ending.PICTURE_S - 1)  # is told, and ends nothing
+    loop.draw_meanwhile(run, now_s - loop.PICTURE_S - 1)  # is told, and ends nothing

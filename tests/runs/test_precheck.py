@@ -77,7 +77,7 @@ started = sorted({"torch", "mpi4py.MPI"} & set(sys.modules))
 from hpczero.accelerator import choose_accelerator
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.run.loop import train
-from hpczero.run.stopping.signals import Signals
+from hpczero.job.signals import Signals
 
 for name, config in configs.items():
     try:
@@ -106,7 +106,7 @@ def test_every_mistake_is_told_as_it_is_later_without_torch_and_mpi(folder: Path
 
 COUNTS = """
 import runpy, sys
-from hpczero.run.starting import first_seconds as start
+from hpczero.run.starting import precheck as start
 
 def report(error, report=start.report):
     print("imported:", *sorted({"torch", "mpi4py.MPI"} & set(sys.modules)), flush=True)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hpczero.job.signals import Signals
 from hpczero.options.environment import Environment
-from hpczero.run.stopping.signals import Signals
-from hpczero.run.stopping.stops import Deadline, Stops, Wish
+from hpczero.run.stopping import Deadline, Stops, Wish
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:

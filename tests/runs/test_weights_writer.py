@@ -19,7 +19,7 @@ from hpczero.checkpoint.foreign.safe_file import DTYPES, tensor_digest, with_dig
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.data.tokenize import ByteTokenizer
 from hpczero.errors import CheckpointError, TierError
-from hpczero.run import ending
+from hpczero.run import loop
 from hpczero.run.results.weights import Weights, write_weights
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, tiny_tokens, zeroified
@@ -152,7 +152,7 @@ def test_final_weights_are_the_file_of_the_whole_model(
     options = {"topology": topology, "stage": 3, "offload": offload, "precision": precision}
     with zeroified(model, optimizer, **options) as state:
         trained(model, state, comm.rank)
-        ending._write_weights(run_of(model, topology, folder / "ours"))
+        loop._write_weights(run_of(model, topology, folder / "ours"))
         whole = hpczero.full_state_dict(model)
     if whole is not None:
         write_weights(
@@ -211,12 +211,12 @@ def test_what_fails_on_rank_0_fails_on_all_and_leaves_nothing(
                 comm,
                 kind,
                 "lost" if kind is TierError else r"cannot be written .*; check space",
-                lambda: ending._write_weights(run_of(model, topology, path)),
+                lambda: loop._write_weights(run_of(model, topology, path)),
             )
         comm.Barrier()
         names = [file.name for file in folder.iterdir()]
         parallel_assert(comm, not names, str(names))
-        ending._write_weights(run_of(model, topology, folder / "model.safetensors"))
+        loop._write_weights(run_of(model, topology, folder / "model.safetensors"))
     comm.Barrier()
     assert Weights(folder / "model.safetensors").step == 7
 

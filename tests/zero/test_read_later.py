@@ -15,7 +15,7 @@ import hpczero
 from hpczero.accelerator import HostAccelerator
 from hpczero.errors import ConfigError
 from hpczero.plan.precision import Precision
-from hpczero.run.passes import PlainPasses
+from hpczero.run.evaluation import PlainPasses
 from hpczero.run.step import TrainingStep
 from scaling.overhead.steps import Waits
 from tests.helpers.parallel import parallel_assert

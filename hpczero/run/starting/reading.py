@@ -25,12 +25,12 @@ from hpczero.data.sources import MixedBatches, Sources, names_sources
 from hpczero.errors import ConfigError, DataError
 from hpczero.job import log
 from hpczero.job.root_work import done_by_root
+from hpczero.job.signals import Signals
 from hpczero.job.topology import Topology
 from hpczero.options.config import DataOptions, RunConfig
 from hpczero.run.results.progress import PhaseBar, PhaseLines, phases_for
-from hpczero.run.starting.factory import an_adapter
+from hpczero.run.starting.building import an_adapter
 from hpczero.run.starting.resume import DATA, TOKENIZER, data_of
-from hpczero.run.stopping.signals import Signals
 
 
 def open_tokens(

@@ -19,9 +19,9 @@ from hpczero.errors import ConfigError
 from hpczero.files.regular import kind_of
 from hpczero.job import log
 from hpczero.job.launch import ask_time_left
+from hpczero.job.signals import Signals
 from hpczero.job.topology import Topology
 from hpczero.options.environment import Environment
-from hpczero.run.stopping.signals import Signals
 
 # When the job ends, and whether that is near.
 #

@@ -1,1 +1,0 @@
-"""Text from trained weights: which weights a path means, and how they are sharded again."""
