@@ -33,8 +33,7 @@ from torch.utils.checkpoint import (
 from typing_extensions import Self
 
 from hpczero.accelerator import Accelerator, HostAccelerator, choose_accelerator
-from hpczero.activations.partition import Partitioned
-from hpczero.activations.store import Here, Kept, Rest, Store, changed, version_of
+from hpczero.activations.store import Here, Kept, Partitioned, Rest, Store, changed, version_of
 from hpczero.comm.awareness import reach_of
 from hpczero.comm.flat import Flat
 from hpczero.errors import PlanError, TierError

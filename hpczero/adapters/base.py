@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hpczero.models.config import GPTConfig
     from hpczero.parallel.pipeline.stages import Stages
-    from hpczero.parallel.tensor.rule import Rule
+    from hpczero.parallel.tensor.functions import Rule
 
 
 class Adapter:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hpczero.parallel.pipeline.stages import Stages
-    from hpczero.parallel.tensor.rule import Rule
+    from hpczero.parallel.tensor.functions import Rule
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class GPTAdapter(Adapter):
 
     def stages(self, model: nn.Module) -> Stages:
         """Embeddings before the blocks, final norm and head after them."""
-        from hpczero.parallel.pipeline.known import gpt_stages
+        from hpczero.parallel.pipeline.stages import gpt_stages
 
         return gpt_stages(model)
 

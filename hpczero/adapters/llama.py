@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hpczero.parallel.pipeline.stages import Stages
-    from hpczero.parallel.tensor.rule import Rule
+    from hpczero.parallel.tensor.functions import Rule
 
 CONFIG_NBYTES = 2**20
 ANY_VOCABULARY = 257  # until the tokenizer is known
@@ -74,13 +74,13 @@ class LlamaAdapter(Adapter):
 
     def tensor_rule(self) -> Rule:
         """By groups of heads, the MLP and the vocabulary, as Hugging Face's own Llama."""
-        from hpczero.parallel.tensor.llama import llama_rule
+        from hpczero.parallel.tensor.models import llama_rule
 
         return llama_rule(SimpleNamespace(**self.config.to_hugging_face()))
 
     def stages(self, model: nn.Module) -> Stages:
         """The embedding before the layers, final norm and head after them."""
-        from hpczero.parallel.pipeline.known import llama_stages
+        from hpczero.parallel.pipeline.stages import llama_stages
 
         return llama_stages(model)
 

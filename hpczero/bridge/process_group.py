@@ -19,9 +19,9 @@ from torch import Tensor
 from hpczero.bridge.exchange import Exchange
 from hpczero.bridge.line import Line, Started
 from hpczero.bridge.messages import Message, Messages
-from hpczero.bridge.reductions import Reduction
 from hpczero.bridge.tensors import (
     DEVICES,
+    Reduction,
     Target,
     all_apart,
     apart,

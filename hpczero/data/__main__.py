@@ -17,8 +17,8 @@ import tyro
 from hpczero.data.corpus import Corpus
 from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, check_target, prepare, seal
 from hpczero.data.rows import corpus_of
-from hpczero.data.team.base import Alone, Team
-from hpczero.data.team.ranks import Ranks
+from hpczero.data.team import Alone, Team
+from hpczero.data.team_ranks import Ranks
 from hpczero.data.tokenize import LibraryTokenizer
 from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.errors import ConfigError, run

@@ -19,7 +19,7 @@ from typing import BinaryIO, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from hpczero.data.team.base import Alone, Team
+from hpczero.data.team import Alone, Team
 from hpczero.errors import DataError
 from hpczero.files.regular import open_regular, reason
 from hpczero.job.long_work import Progress

@@ -27,7 +27,7 @@ import xxhash
 
 from hpczero.data import corpus
 from hpczero.data.corpus import ROWS, Corpus, Text
-from hpczero.data.team.base import Alone, Team
+from hpczero.data.team import Alone, Team
 from hpczero.errors import ConfigError, DataError
 from hpczero.files.regular import open_regular, reason
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from hpczero.data import appendix
 from hpczero.data.appendix import FORMAT, SPLITS, VERSION, Description, SplitPart
 from hpczero.data.slabs import check_ids
-from hpczero.data.team.base import Alone, Team
+from hpczero.data.team import Alone, Team
 from hpczero.data.tokenize import Tokenizer
 from hpczero.errors import DataError
 from hpczero.files.regular import reason

@@ -6,16 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpczero.hf.exporting import export
     from hpczero.hf.hub import Hub
     from hpczero.hf.loading import load
-    from hpczero.hf.saving import save_pretrained
+    from hpczero.hf.saving import export, save_pretrained
     from hpczero.hf.weights import FolderWeights
 
 _HOME = {
     "FolderWeights": "weights",
     "Hub": "hub",
-    "export": "exporting",
+    "export": "saving",
     "load": "loading",
     "save_pretrained": "saving",
 }

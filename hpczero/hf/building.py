@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpczero.errors import ConfigError, PlanError
-from hpczero.hf.library import transformers
+from hpczero.hf.hub import transformers
 
 _BUILT = ("attn_implementation",)  # for the model, not for its configuration
 

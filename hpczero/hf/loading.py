@@ -24,10 +24,8 @@ from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch, ConfigError, PlanError
 from hpczero.hf import building
 from hpczero.hf.building import Choice, config_and_class, of_folder
-from hpczero.hf.files import WeightFolder
-from hpczero.hf.hub import Hub, find
-from hpczero.hf.library import model_kind
-from hpczero.hf.matching import Matched, match
+from hpczero.hf.files import Matched, WeightFolder, match
+from hpczero.hf.hub import Hub, find, model_kind
 from hpczero.hf.weights import FolderWeights
 from hpczero.job.group import unlike
 from hpczero.job.messages import hand_out

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch, PlanError
 from hpczero.hf.converting import Assembly, Box, Group, boxes, runs
-from hpczero.hf.files import WeightFolder
-from hpczero.hf.matching import Matched
+from hpczero.hf.files import Matched, WeightFolder
 
 # Origins: which parameter of a loaded model each parameter is, after a program has changed the model.
 #

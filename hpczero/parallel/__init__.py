@@ -4,8 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpczero.parallel.pipeline.known import gpt_stages, hugging_face_stages
-    from hpczero.parallel.pipeline.stages import Stages, cut
+    from hpczero.parallel.pipeline.stages import Stages, cut, gpt_stages, hugging_face_stages
     from hpczero.parallel.tensor import (
         Kept,
         Rule,
@@ -28,8 +27,8 @@ _HOME = {
     "close": "hpczero.parallel.tensor",
     "cut": "hpczero.parallel.pipeline.stages",
     "gpt_rule": "hpczero.parallel.tensor",
-    "gpt_stages": "hpczero.parallel.pipeline.known",
-    "hugging_face_stages": "hpczero.parallel.pipeline.known",
+    "gpt_stages": "hpczero.parallel.pipeline.stages",
+    "hugging_face_stages": "hpczero.parallel.pipeline.stages",
     "llama_rule": "hpczero.parallel.tensor",
     "own_tokens": "hpczero.parallel.tensor",
     "share_sequence": "hpczero.parallel.tensor",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hpczero
 from hpczero.activations import Checkpointing
-from hpczero.activations.partition import Partitioned
+from hpczero.activations.store import Partitioned
 from hpczero.errors import PlanError, StepError, TierError
 from tests.activations.stacks import (
     BATCH,

@@ -409,7 +409,7 @@ def test_direct_reads_give_the_bits_of_staging(
     numel = 200_003  # each of three ranks reduces more than one piece
     found = []
     for least in (0, 2**40):
-        monkeypatch.setattr("hpczero.bridge.direct.LEAST_NBYTES", least)
+        monkeypatch.setattr("hpczero.bridge.exchange.LEAST_NBYTES", least)
         with bridge(comm):
             tensors = []
             for dtype in (torch.float32, torch.bfloat16):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpczero.bridge.reductions import OPERATIONS, Reduction
+from hpczero.bridge.tensors import OPERATIONS, Reduction
 from hpczero.errors import CommError
 from tests.helpers.bridged import values
 

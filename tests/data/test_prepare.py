@@ -29,11 +29,11 @@ from hpczero.data import (
     TokenFile,
     corpus,
     default_token_file,
-    pieces,
     prepare,
 )
+from hpczero.data import prepare as pieces
 from hpczero.data import token_writer as tokenwriter
-from hpczero.data.pieces import training_length
+from hpczero.data.prepare import training_length
 from hpczero.errors import ConfigError, DataError
 from hpczero.job.long_work import LongWork, Progress
 

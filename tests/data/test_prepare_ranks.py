@@ -18,11 +18,12 @@ import h5py
 import numpy as np
 import pytest
 
-from hpczero.data import Corpus, TokenFile, corpus, pieces, prepare
+from hpczero.data import Corpus, TokenFile, corpus, prepare
+from hpczero.data import prepare as pieces
 from hpczero.data import token_writer as structure
 from hpczero.data import token_writer as tokenwriter
-from hpczero.data.team.base import Alone
-from hpczero.data.team.ranks import Ranks
+from hpczero.data.team import Alone
+from hpczero.data.team_ranks import Ranks
 from hpczero.errors import DataError
 from tests.helpers.mpirun import ROOT, run_ranks
 from tests.helpers.parallel import parallel_assert

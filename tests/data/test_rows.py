@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from hpczero.data import Corpus, TokenFile, corpus, pieces, prepare
+from hpczero.data import Corpus, TokenFile, corpus, prepare
+from hpczero.data import prepare as pieces
 from hpczero.data import rows as rows_of
 from hpczero.data import token_writer as tokenwriter
 from hpczero.data.rows import corpus_of
-from hpczero.data.team.ranks import Ranks
+from hpczero.data.team_ranks import Ranks
 from hpczero.data.tokenize import LibraryTokenizer
 from hpczero.errors import ConfigError, DataError
 from tests.helpers.mpirun import run_ranks

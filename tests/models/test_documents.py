@@ -14,7 +14,7 @@ from hpczero.errors import ConfigError, PlanError
 from hpczero.models import GPT, GPTConfig
 from hpczero.models.gpt import mean_cross_entropy
 from hpczero.options.reading import read_run_config
-from hpczero.parallel.pipeline.known import gpt_stages
+from hpczero.parallel.pipeline.stages import gpt_stages
 from hpczero.parallel.tensor import gpt_rule
 from hpczero.run.starting.reading import check_separate
 from tests.helpers.runs import losses, train

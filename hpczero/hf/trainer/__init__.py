@@ -13,12 +13,15 @@ from hpczero.errors import ConfigError
 
 if TYPE_CHECKING:
     from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
-    from hpczero.hf.trainer.seq2seq import HpczeroSeq2SeqTrainer, HpczeroSeq2SeqTrainingArguments
-    from hpczero.hf.trainer.trainer import HpczeroTrainer
+    from hpczero.hf.trainer.trainer import (
+        HpczeroSeq2SeqTrainer,
+        HpczeroSeq2SeqTrainingArguments,
+        HpczeroTrainer,
+    )
 
 _HOME = {
-    "HpczeroSeq2SeqTrainer": "seq2seq",
-    "HpczeroSeq2SeqTrainingArguments": "seq2seq",
+    "HpczeroSeq2SeqTrainer": "trainer",
+    "HpczeroSeq2SeqTrainingArguments": "trainer",
     "HpczeroTrainer": "trainer",
     "HpczeroTrainingArguments": "arguments",
 }

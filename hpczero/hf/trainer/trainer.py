@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
@@ -38,7 +39,93 @@ from hpczero.hf.trainer.checkpoints import (
     rotate,
     write_hidden,
 )
-from hpczero.hf.trainer.losses import LossesOfOne
+
+# Losses of models that take the number of items of a whole batch and do not use it.
+#
+# transformers gives ``num_items_in_batch``, a sum over ranks, to every model whose forward takes ``**kwargs``, and then
+# multiplies the loss by the number of ranks: right for a sum that was divided by the number, and many times too much
+# for a mean over this rank's samples, as of BERT, T5 and BART. What the forward did with the number says which one it
+# was.
+
+_Trainer: Any = Trainer  # its annotations are not strict
+# What hooks and containers ask of any tensor, and what gives the same number once more.
+_LOOKS = frozenset(
+    [
+        *(
+            "dim",
+            "size",
+            "numel",
+            "element_size",
+            "is_contiguous",
+            "is_floating_point",
+            "is_complex",
+        ),
+        *("stride", "storage_offset", "untyped_storage", "__hash__", "__get__"),
+    ]
+)
+_SAME = frozenset(["to", "cpu", "cuda", "detach", "clone"])
+
+
+class ItemCount(Tensor):
+    """A number of items that notes whether anybody computes with it.
+
+    Attributes:
+        uses: names of the functions that did.
+    """
+
+    uses: list[str]
+
+    @classmethod
+    def of(cls, number: Tensor, uses: list[str] | None = None) -> ItemCount:
+        """``number``, with the notes of another one that it was made from."""
+        made: ItemCount = number.as_subclass(cls)
+        made.uses = [] if uses is None else uses
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """As of an ordinary tensor, noted."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        name, first = getattr(func, "__name__", str(func)), args[0] if args else None
+        if name in _SAME and isinstance(first, cls):
+            return cls.of(found, first.uses)
+        if name not in _LOOKS:
+            for each in (*args, *(kwargs or {}).values()):
+                if isinstance(each, cls):
+                    each.uses.append(name)
+        return found
+
+
+class LossesOfOne(_Trainer):  # type: ignore[misc]
+    """``Trainer`` whose losses have the mean over ranks that one process computes."""
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """As ``Trainer`` does; a loss that leaves ``num_items_in_batch`` aside is not multiplied. Not collective."""
+        multiplied = self.args.average_tokens_across_devices and (
+            self.model_accepts_loss_kwargs or self.compute_loss_func
+        )
+        if not multiplied or not isinstance(num_items_in_batch, Tensor):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        items = ItemCount.of(num_items_in_batch)
+        found = super().compute_loss(model, inputs, return_outputs, items)
+        if items.uses:
+            return found
+        size = self.args.world_size
+        return (found[0] / size, found[1]) if return_outputs else found / size
+
 
 DECISIONS = (
     "should_training_stop",
@@ -402,3 +489,70 @@ class _AgreedCallbacks(_CallbackHandler):  # type: ignore[misc]
         control = super().on_substep_end(*args, **named)
         self.agree()
         return control
+
+
+# Seq2seq: ``Seq2SeqTrainer`` over MPI, which evaluates texts that the model writes.
+#
+# [Note: Lengths of texts]
+# A rank is done when the texts of its own batch have ended, so ranks take different numbers of forwards. A forward of a
+# sharded model is collective. The parameters are therefore whole on every rank while texts are written.
+
+# Their annotations are not strict.
+_Seq2SeqTrainer: Any = Seq2SeqTrainer
+_Arguments: Any = Seq2SeqTrainingArguments
+
+
+@dataclass
+class HpczeroSeq2SeqTrainingArguments(HpczeroTrainingArguments, _Arguments):  # type: ignore[misc]
+    """``Seq2SeqTrainingArguments`` for ``HpczeroSeq2SeqTrainer``, as ``HpczeroTrainingArguments``. Collective."""
+
+
+class HpczeroSeq2SeqTrainer(HpczeroTrainer, _Seq2SeqTrainer):  # type: ignore[misc]
+    """``Seq2SeqTrainer``, on the ranks of MPI, as ``HpczeroTrainer``. All methods are collective over the world.
+
+    With ``predict_with_generate`` each rank writes the texts of its own samples. Meanwhile it has all parameters, in
+    the dtype that the model computes in.
+    """
+
+    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **named: Any) -> None:
+        """As ``HpczeroTrainer``. Collective over the world.
+
+        Args:
+            model: as there.
+            args: must be ``HpczeroSeq2SeqTrainingArguments``.
+            positional: as there.
+            named: as there.
+
+        Raises:
+            ConfigError: as there, or other arguments.
+        """
+        if not isinstance(args, HpczeroSeq2SeqTrainingArguments):
+            raise ConfigError(
+                f"args: got {type(args).__name__}, expected HpczeroSeq2SeqTrainingArguments"
+            )
+        super().__init__(model, args, *positional, **named)
+
+    def evaluation_loop(self, *args: Any, **named: Any) -> Any:
+        """As ``Seq2SeqTrainer`` does in one process: samples that fill up the last batch do not count.
+
+        Raises:
+            ConfigError: ranks shall write in step, which needs ``torch.distributed``.
+        """
+        if vars(self).get("_gen_kwargs", {}).get("synced_gpus"):
+            raise ConfigError(
+                "synced_gpus: is not needed, since every rank has all parameters while it writes; leave it out"
+            )
+        self.gather_function = partial(  # else samples come twice, as they do with DDP
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+        return super().evaluation_loop(*args, **named)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **named: Any
+    ) -> Any:
+        """As ``Seq2SeqTrainer`` does; see [Note: Lengths of texts]. If a rank fails, all do."""
+        writes = self.args.predict_with_generate and not prediction_loss_only
+        if not writes or not is_sharded(self.model):
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **named)
+        with hpczero.gathered(self.model), self._exchange.topology.agreed("write texts"):
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **named)

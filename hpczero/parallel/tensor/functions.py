@@ -19,18 +19,172 @@ Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3 (f and g); Korthik
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+import fnmatch
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils import _pytree
+from typing_extensions import override
 
 from hpczero.comm.sums import Sums
 from hpczero.errors import StepError
 from hpczero.plan.placement import part_of
 from hpczero.zero.calls.ways import untraced
+
+# Rules: which layers of a model are cut over tensor parallel ranks, and what stands between them.
+#
+# A rule names every module that holds parameters. What it does not name is refused, because a layer that works on a
+# part of the features without anybody's knowledge would be silently wrong.
+#
+# Patterns are names of modules with ``*`` for any text without a dot: ``blocks.*.attention.qkv``.
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the weight of a layer is cut.
+
+    Attributes:
+        dim: 0 cuts the outputs of a linear layer or the ids of an embedding; 1 the inputs of a linear layer.
+        strips: equal ranges of ``dim`` that are cut each by itself: q, k and v in one weight are three.
+        grain: elements of ``dim`` that stay together: the size of a head.
+        entered: whether the layer's input has been entered for several layers together (``Rule.entries``).
+        joined: whether the outputs are gathered: every rank has all of them.
+        all_tokens: whether it stands where all ranks have all tokens, under sequence parallelism too: before
+            ``Rule.cut_before`` or behind ``Rule.join_after``.
+    """
+
+    dim: int
+    strips: int = 1
+    grain: int = 1
+    entered: bool = False
+    joined: bool = False
+    all_tokens: bool = False
+
+
+class Kept(enum.Enum):
+    """Where a layer stands that every rank keeps whole. It decides whether ranks have parts of its gradient."""
+
+    STREAM = "between cut layers: under sequence parallelism it sees own tokens, and gradients are partial sums"
+    ALL_TOKENS = (
+        "where all ranks have all tokens, always: before Rule.cut_before, behind Rule.join_after"
+    )
+    INSIDE = "within cut features, a norm of each head: gradients are partial sums"
+    POSITIONS = "an embedding of positions: under sequence parallelism its output is cut along time"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one kind of model is cut.
+
+    Attributes:
+        layers: by pattern. Every module with parameters of its own matches exactly one.
+        counts: attributes that count what is cut, heads say: ``blocks.*.attention.heads``.
+        dropouts: ``nn.Dropout`` modules between cut layers, whose masks differ on ranks under sequence parallelism.
+        entries: modules whose first argument enters once for several layers in it; with the argument's name.
+        cut_before: modules whose first argument is cut along time, under sequence parallelism. Empty where embeddings
+            do it.
+        join_after: modules whose output is gathered along time, under sequence parallelism. Empty where the head does.
+        check: raises PlanError for a model that the rule does not fit, before anything is changed. None: nothing.
+        finish: sets what the model calls: (model, sums, sequence). None: nothing.
+    """
+
+    layers: Mapping[str, Split | Kept]
+    counts: tuple[str, ...] = ()
+    dropouts: tuple[str, ...] = ()
+    entries: Mapping[str, str] = field(default_factory=dict)
+    cut_before: tuple[str, ...] = ()
+    join_after: tuple[str, ...] = ()
+    check: Callable[[nn.Module], None] | None = None
+    finish: Callable[[nn.Module, Sums, bool], None] | None = None
+
+    def found(self, name: str) -> list[str]:
+        """Patterns of ``layers`` that the module ``name`` matches."""
+        return [pattern for pattern in self.layers if matches(pattern, name)]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether ``name`` is one of ``pattern``, part by part."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+# Dropout where activations lie in parts on tensor ranks: other masks on each, the same ones again in a recomputation.
+#
+# Where an activation is whole on all ranks, its mask must be the same on all: torch's default stream, seeded equally.
+# Where ranks hold parts of it, the masks must differ: a stream that follows from one number of the default stream and
+# the rank. Nothing is kept between calls. Whoever restores the default stream, as activation checkpointing does, gets
+# the same masks again.
+#
+# Source: the idea of two streams is Megatron-LM's (``core/tensor_parallel/random.py``); issue 19.
+
+MOST_SEED = 2**62
+
+
+@contextmanager
+def own_masks(rank: int, device: torch.device) -> Iterator[None]:
+    """Context: random numbers of ``rank`` alone. The default stream goes on by the same one number on all ranks.
+
+    Not collective. Within another such context the numbers depend on both ranks.
+    """
+    seed = int(
+        torch.randint(MOST_SEED, (), device="cpu")
+    )  # on the host: nothing waits for the device
+    own = (seed + rank * 0x9E3779B97F4A7C15) % MOST_SEED
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(own)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(own)
+        yield
+
+
+class PartDropout(nn.Dropout):
+    """Dropout of an activation that lies in parts on the ranks."""
+
+    def __init__(self, plain: nn.Dropout, sums: Sums) -> None:
+        """Take the place of ``plain``, which may be such a one of other ranks."""
+        super().__init__(plain.p, plain.inplace)
+        self.train(plain.training)
+        self.ranks = (sums.rank, *getattr(plain, "ranks", ()))
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Drop elements by masks of this rank's own."""
+        if not self.training or self.p == 0.0:
+            return super().forward(input)
+        with ExitStack() as stack:
+            for rank in self.ranks:
+                stack.enter_context(own_masks(rank, input.device))
+            return super().forward(input)
+
+
+def check_streams(sums: Sums, device: torch.device) -> None:
+    """Refuse to drop by streams that differ. Collective over the ranks of ``sums``.
+
+    Raises:
+        StepError: ranks that share a layer are seeded differently; on every rank.
+    """
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    mine = zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
+    found = sums.all_gather(torch.tensor([mine], dtype=torch.int64, device="cpu"), 0).tolist()
+    if len(set(found)) > 1:
+        odd = next(rank for rank, other in enumerate(found) if other != found[0])
+        error = StepError(
+            f"rank {odd} of the tensor parallel group has another random stream than rank 0, and the model drops: "
+            "activations that are the same on all of these ranks would be dropped differently. Seed torch by the index "
+            "in topology.data (torch.manual_seed), and draw equally often on all of them"
+        )
+        error.agreed = True
+        raise error
 
 
 class _Kind(NamedTuple):

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from hpczero.errors import PlanError
 from hpczero.job.group import Group
-from hpczero.parallel.tensor.rule import Kept, Rule, Split, matches
+from hpczero.parallel.tensor.functions import Kept, Rule, Split, matches
 from hpczero.plan.placement import ModelPart, Placement, part_of
 from hpczero.zero.sharding import KEY as ZEROIFIED
 

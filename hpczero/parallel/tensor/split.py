@@ -20,14 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.comm.sums import Sums, give_values, sums_over
-from hpczero.errors import PlanError
+from hpczero.errors import ConfigError, PlanError
 from hpczero.job.topology import Topology
-from hpczero.parallel.tensor.functions import compare_inputs, enter, gather, own_part, whole
-from hpczero.parallel.tensor.inspection import Inspection, Layer, inspect, uncounted
+from hpczero.models.gpt import GPT, Attention
+from hpczero.parallel.tensor.functions import (
+    Kept,
+    PartDropout,
+    Rule,
+    check_streams,
+    compare_inputs,
+    enter,
+    exchange,
+    gather,
+    own_masks,
+    own_part,
+    whole,
+)
+from hpczero.parallel.tensor.inspection import Inspection, Layer, inspect, names_of, uncounted
 from hpczero.parallel.tensor.layers import TIME, ColumnLinear, RowLinear, VocabularyEmbedding
-from hpczero.parallel.tensor.masks import PartDropout, check_streams
-from hpczero.parallel.tensor.rule import Kept, Rule
-from hpczero.plan.placement import KEY, Placement, part_of
+from hpczero.plan.placement import KEY, ModelPart, Placement, part_of
 
 logger = logging.getLogger("hpczero.parallel")
 
@@ -276,3 +287,130 @@ def _look_at_streams(
     if module.training:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         check_streams(sums, next((x.device for x in tensors), torch.device("cpu")))
+
+
+# Long sequences over ranks of which each has some tokens: two exchanges around attention (DeepSpeed Ulysses).
+#
+#     q, k, v of own tokens, all heads | all-to-all | of all tokens, own heads | attention | all-to-all back
+#
+# Every layer but attention works on own tokens. Parameters are whole on each of these ranks, and their gradients are
+# those of own tokens: ``zeroify`` averages them over ``topology.data_sequence``. The loss of a rank is the mean over
+# its own tokens, so all must have equally many.
+#
+# Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, sec. 3; issue 19.
+
+Attend = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
+HEADS, ULYSSES_TIME = 1, 2  # of (B, H, T, D)
+
+
+def share_sequence(model: Model, topology: Topology) -> Model:
+    """Have ``model`` take own tokens of ``topology.sequence``, in place. Collective over the world.
+
+    Call it with ``own_tokens`` of inputs and targets. It may come before or after ``split``, and before zeroify. A
+    group of one leaves the model as it is.
+
+    Args:
+        model: a ``GPT`` of ``hpczero.models``.
+        topology: its ``sequence`` group shares the tokens of each sample.
+
+    Returns:
+        ``model``. It returns the logits of own tokens, or the mean loss over them.
+
+    Raises:
+        PlanError: another model, or heads that do not divide; on every rank.
+    """
+    group = topology.sequence
+    with topology.world.agreed("share sequences"):
+        attentions = _attentions(model, group.size)
+    if group.size == 1:
+        return model
+    assert isinstance(model, GPT), "checked"
+    sums = sums_over(group)
+    model.__dict__.setdefault(SUMS, []).append(sums)
+    for attention in attentions:
+        attention.attend = _Shared(sums, attention.attend)
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if isinstance(child, nn.Dropout) and child.p > 0.0:
+                parent._modules[key] = PartDropout(child, sums)
+    names, aliases = names_of(model)
+    model.__dict__.setdefault(KEY, ModelPart(tuple(names.values()), aliases))
+    model.span = partial(_own_span, sums=sums, context=model.config.context)
+    return model
+
+
+def own_tokens(tokens: Tensor, topology: Topology, dim: int = 1) -> Tensor:
+    """This rank's part of the tokens of a sample, or of the targets. Not collective.
+
+    Args:
+        tokens: the same on all ranks of ``topology.sequence``.
+        topology: as for ``share_sequence``.
+        dim: of time.
+
+    Raises:
+        ConfigError: the tokens do not divide by the ranks.
+    """
+    size = topology.sequence.size
+    if tokens.shape[dim] % size:
+        raise ConfigError(
+            f"got sequences of {tokens.shape[dim]} tokens, expected a multiple of the {size} ranks that share them; "
+            "shorten the sequences or change the sequence degree"
+        )
+    return tokens.chunk(size, dim)[topology.sequence.rank]
+
+
+def _attentions(model: nn.Module, size: int) -> list[Attention]:
+    if not isinstance(model, GPT):
+        raise PlanError(
+            f"share_sequence: got a {type(model).__name__}, expected a GPT of hpczero.models, whose attention and "
+            "positions it knows"
+        )
+    found = [module for module in model.modules() if isinstance(module, Attention)]
+    for attention in found:
+        if attention.heads % size:
+            raise PlanError(
+                f"share_sequence: an attention has {attention.heads} heads on this rank, expected a multiple of the "
+                f"{size} ranks that share a sequence; change the sequence degree or the number of heads"
+            )
+    return found
+
+
+class _Shared:
+    """Attention over all tokens with own heads.
+
+    Attributes:
+        sums: over the ranks that share tokens.
+        inner: attention on this rank.
+    """
+
+    def __init__(self, sums: Sums, inner: Attend) -> None:
+        self.sums = sums
+        self.inner = inner
+
+    def __call__(
+        self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, rotary: bool, dropout: float
+    ) -> Tensor:
+        """(B, H, own T, D) in and out."""
+        # One exchange for the three; positions turn q and k where all tokens are.
+        three = torch.stack((q_BHTD, k_BHTD, v_BHTD))
+        q, k, v = exchange(three, self.sums, HEADS + 1, ULYSSES_TIME + 1)
+        if dropout == 0.0:
+            y = self.inner(q, k, v, rotary, dropout)
+        else:
+            with own_masks(self.sums.rank, q.device):
+                y = self.inner(q, k, v, rotary, dropout)
+        return exchange(y, self.sums, ULYSSES_TIME, HEADS)
+
+
+def _own_span(length: int, *, sums: Sums, context: int) -> range:
+    """Positions of own tokens.
+
+    Raises:
+        ValueError: the whole sequence is longer than the context; on every rank.
+    """
+    if length * sums.size > context:
+        raise ValueError(
+            f"GPT: got a sequence of {length * sums.size} tokens, {length} on each of {sums.size} ranks, the context "
+            f"is {context}; shorten the sequences or build the model with a longer context"
+        )
+    return range(length * sums.rank, length * (sums.rank + 1))

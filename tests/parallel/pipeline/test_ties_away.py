@@ -13,7 +13,7 @@ from hpczero.errors import StepError
 from hpczero.models.config import GPTConfig
 from hpczero.models.gpt import GPT
 from hpczero.parallel import cut
-from hpczero.parallel.pipeline.known import gpt_stages
+from hpczero.parallel.pipeline.stages import gpt_stages
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from hpczero.data.team.base import ByteArray, Int64Array
+from hpczero.data.team import ByteArray, Int64Array
 from hpczero.job.long_work import Moment, Progress
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
+
 
 T = TypeVar("T")
 
