@@ -31,10 +31,10 @@ from typing import Any
 
 import tyro
 
+from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk import lines
 from hpczero.checkpoint.disk.folder import LATEST, Folder
 from hpczero.checkpoint.disk.format import MANIFEST_FILE
-from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml
 from hpczero.run.results.metrics import read_metrics

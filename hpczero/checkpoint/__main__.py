@@ -6,22 +6,196 @@ Owns: the command line and what it prints. Must not know: how anything is done. 
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import tyro
 
-from hpczero.checkpoint.disk.folder import Folder, read_manifest
+from hpczero.adapters import gpt2
+from hpczero.checkpoint.disk.folder import (
+    CHECKPOINTS,
+    Folder,
+    checkpoints_at,
+    folder_at,
+    misnamed,
+    read_manifest,
+)
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, digest
 from hpczero.checkpoint.disk.lines import asides
+from hpczero.checkpoint.disk.rawfile import opened, read_at, rest_digest
+from hpczero.checkpoint.disk.stored import check_content
 from hpczero.checkpoint.foreign.exporting import Form, export
-from hpczero.checkpoint.foreign.train_command import how_to_train
-from hpczero.checkpoint.places import checkpoints_at, folder_at
-from hpczero.checkpoint.verify import Verdict, verify
-from hpczero.errors import CheckpointError, ConfigError, run
-from hpczero.files.regular import shown
+from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint, run
+from hpczero.files.regular import is_there, reason, shown
+from hpczero.options.config import TrainOptions
 from hpczero.options.reading import parse_command_line
+
+BYTE_VOCAB = 257  # of the text that a run takes where none is named
+FFN_MULTIPLE = 4  # of all presets; it is no option
+
+_UNTOLD = {
+    "HEADS": "HEADS, its number of attention heads",
+    "CONTEXT": "CONTEXT, the tokens in a sequence",
+    "TOKENS.h5": "TOKENS.h5, a token file",
+}
+
+
+def how_to_train(path: Path) -> str:
+    """A line for people: the command that begins at the imported checkpoint ``path``, or why there is none.
+
+    The run that it begins is written to another folder.
+    """
+    manifest = read_manifest(path)
+    model = manifest.meta["extra"].get("model", {})
+    fault = _fault(manifest)
+    if fault:
+        return (
+            f"hpczero.train cannot train it: {fault}; hpczero.checkpoint.load brings it into a model of your own that "
+            "has these names and shapes"
+        )
+    place = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+    words = ["python", "-m", "hpczero.train", "--run.name", f"{place.resolve().name}-trained"]
+    shapes = {row.name: row.shape for row in manifest.table.owners}
+    for name, value in _sizes(shapes, model).items():
+        words += [f"--model.{name}", str(value)]
+    vocab_size = shapes[gpt2.TABLE][0]
+    if vocab_size != BYTE_VOCAB:
+        words += ["--data.path", "TOKENS.h5"]
+    if manifest.step >= TrainOptions().steps:
+        words += ["--train.steps", str(manifest.step + TrainOptions().steps)]
+    typed = shlex.join([*words, "--resume.from", os.fspath(path)])
+    untold = [text for word, text in _UNTOLD.items() if word in words]
+    if not untold:
+        return f"to train from it: {typed}"
+    more = f" of its vocabulary of {vocab_size:,} ids" if "TOKENS.h5" in words else ""
+    return f"to train from it, put in what it does not tell ({'; '.join(untold)}{more}): {typed}"
+
+
+def _fault(manifest: Manifest) -> str:
+    """Why hpczero.train has no such model; empty if it has one."""
+    shapes = {row.name: row.shape for row in manifest.table.owners}
+    rows = manifest.table.rows
+    tied = {row.name: rows[row.tied_to].name for row in rows if row.tied_to is not None}
+    expected = gpt2.expected_shapes(shapes)
+    head = expected.pop(gpt2.HEAD)
+    if "wpe.weight" not in shapes:
+        del expected["wpe.weight"]
+    if shapes == {**expected, gpt2.HEAD: head} and shapes[gpt2.TABLE] == head:
+        return (
+            f"{gpt2.HEAD} is a parameter of its own, and there it is tied to {gpt2.TABLE} (where the two are equal, "
+            f"import with --tied {gpt2.HEAD}={gpt2.TABLE})"
+        )
+    buffers = manifest.meta["buffers"]
+    if shapes != expected or tied != {gpt2.HEAD: gpt2.TABLE} or buffers or not _sized(shapes):
+        return "its parameters are not those of the GPT there"
+    hidden, ffn = shapes[gpt2.TABLE][1], shapes["blocks.0.mlp.expansion.weight"][0]
+    if ffn != FFN_MULTIPLE * hidden:
+        return f"its MLP is {ffn} wide, and there it is {FFN_MULTIPLE * hidden}"
+    return ""
+
+
+def _sized(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    return "blocks.0.mlp.expansion.weight" in shapes and all(map(all, shapes.values()))
+
+
+def _sizes(shapes: Mapping[str, tuple[int, ...]], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the model. Words in capitals stand for those that neither shapes nor ``model`` tell."""
+    learned = shapes.get("wpe.weight")
+    return {
+        "layers": sum(name.endswith(".attention.qkv.weight") for name in shapes),
+        "hidden": shapes[gpt2.TABLE][1],
+        "heads": model.get("heads", "HEADS"),
+        "context": learned[0] if learned else model.get("context", "CONTEXT"),
+        "positions": "learned" if learned else "rotary",
+    }
+
+
+class Verdict(IntEnum):
+    """What ``verify`` exits with."""
+
+    SOUND = 0
+    CORRUPT = 2
+    INCOMPLETE = 3
+    UNSUPPORTED = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result for one checkpoint.
+
+    Attributes:
+        path: its folder.
+        verdict: the result of all checks.
+        problems: one line each; the first is the worst.
+        manifest: None if it cannot be read.
+        read_nbytes: bytes that were checked against their digests.
+    """
+
+    path: Path
+    verdict: Verdict
+    problems: tuple[str, ...] = ()
+    manifest: Manifest | None = None
+    read_nbytes: int = 0
+
+
+def verify(path: Path, *, deep: bool = True) -> Report:
+    """Examine the checkpoint ``path``. Not collective.
+
+    Args:
+        path: folder of one checkpoint.
+        deep: whether to read every byte. Otherwise manifest, size and what HDF5 itself needs are checked.
+    """
+    try:
+        missing = [n for n in (MANIFEST_FILE, STATE_FILE) if not is_there(path / n)]
+    except OSError as error:
+        return Report(path, Verdict.CORRUPT, (f"{path}: cannot be read: {reason(error)}",))
+    if missing:
+        return Report(path, Verdict.INCOMPLETE, (f"{path}: {' and '.join(missing)} missing",))
+    try:
+        manifest = read_manifest(path)
+        check_content(manifest, path)
+    except CheckpointMismatch as error:
+        return Report(path, Verdict.UNSUPPORTED, (str(error),))
+    except CorruptCheckpoint as error:
+        return Report(path, Verdict.CORRUPT, (str(error),))
+    wrong = misnamed(path, manifest)
+    problems = [wrong] if wrong else []
+    try:
+        problems += _damaged_slabs(path, manifest) if deep else []
+        if rest_digest(path / STATE_FILE, manifest.datasets) != manifest.rest:
+            problems.append(
+                f"{path}: corrupt: HDF5's own part of {STATE_FILE} (headers, tables, attributes) is not what was "
+                "written; hpczero can still load the checkpoint, other readers may fail"
+            )
+    except (OSError, EOFError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        problems.append(f"{path}: {STATE_FILE} cannot be read: {why}")
+    data = sum(dataset.nbytes for dataset in manifest.datasets)
+    read = manifest.file_nbytes - (0 if deep else data)
+    verdict = Verdict.CORRUPT if problems else Verdict.SOUND
+    return Report(path, verdict, tuple(problems), manifest, read)
+
+
+def _damaged_slabs(path: Path, manifest: Manifest) -> Iterator[str]:
+    with opened(path / STATE_FILE) as descriptor:
+        for dataset in manifest.datasets:
+            for index, expected in enumerate(dataset.digests):
+                slab = dataset.slab(index)
+                offset = dataset.offset + slab.start * dataset.itemsize
+                try:
+                    found = digest(read_at(descriptor, offset, len(slab) * dataset.itemsize))
+                except (OSError, EOFError) as error:
+                    yield f"{path}: {dataset.name} cannot be read: {error}"
+                    break
+                if found != expected:
+                    yield manifest.damage(path, dataset, slab)
+
 
 DESCRIPTION = "List, verify, export and import checkpoints. One process; no MPI is started."
 

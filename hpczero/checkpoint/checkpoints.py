@@ -12,16 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from hpczero.checkpoint.background import Background, wait_for_left
-from hpczero.checkpoint.disk.folder import Folder, read_manifest
+from hpczero.checkpoint.disk.folder import Folder, given_path, read_manifest
 from hpczero.checkpoint.disk.format import SLAB_NBYTES, step_folder
 from hpczero.checkpoint.disk.lines import strangers
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.inventory import Inventory, TrainedInventory
-from hpczero.checkpoint.places import given_path
 from hpczero.checkpoint.reading import Given, Loaded, given_sharding, load_newest_at
 from hpczero.checkpoint.snapshot import META, Snapshot, take
-from hpczero.checkpoint.writing import Milestone, write
+from hpczero.checkpoint.writing import Background, Milestone, wait_for_left, write
 from hpczero.comm.background import can_run_in_background
 from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import shown

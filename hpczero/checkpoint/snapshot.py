@@ -24,6 +24,7 @@ from hpczero.checkpoint import states as streams
 from hpczero.checkpoint.disk.format import (
     BUFFERS,
     MASTER,
+    MOST,
     NAMED,
     RNG,
     SEVERAL,
@@ -31,13 +32,23 @@ from hpczero.checkpoint.disk.format import (
     STATE,
     Dataset,
     Table,
+    is_text,
 )
-from hpczero.checkpoint.disk.manifest_form import MOST, is_text
 from hpczero.checkpoint.exchange import EvenRuns
-from hpczero.checkpoint.extra import STATES, check_equal, extra_text, of_all_ranks, states_of
 from hpczero.checkpoint.held import Held, HeldPieces, Piece, ValuesHome
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.states import Kept, buffers_of, named_buffers, options_of, speaks_for
+from hpczero.checkpoint.states import (
+    STATES,
+    Kept,
+    buffers_of,
+    check_equal,
+    extra_text,
+    named_buffers,
+    of_all_ranks,
+    options_of,
+    speaks_for,
+    states_of,
+)
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import shown
 from hpczero.options.environment import Environment

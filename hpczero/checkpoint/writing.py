@@ -12,27 +12,388 @@ hidden folder, which does not count as a checkpoint.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import json
+import logging
+import os
 import shutil
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import h5py
 import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+from typing_extensions import override
 
-from hpczero.checkpoint.disk import h5file, writers
+from hpczero.checkpoint.disk import h5file
 from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, Manifest, digest
 from hpczero.checkpoint.disk.lines import strangers
-from hpczero.checkpoint.disk.rawfile import rest_digest
+from hpczero.checkpoint.disk.rawfile import rest_digest, start_writeback, write_at, write_direct
 from hpczero.checkpoint.exchange import Exchange
 from hpczero.checkpoint.snapshot import Part, Snapshot
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError, is_out_of_memory
-from hpczero.job.topology import Topology
+from hpczero.files.direct import filesystem_of, open_direct
+from hpczero.job.topology import Topology, before_finalize
+from hpczero.options.environment import Environment
+
+# A save on a thread.
+#
+# [Note: No join]
+# An exception of a signal handler in ``Thread.join`` has Python 3.11 take the thread for ended (bpo-45274), also when
+# the interpreter ends. Who waits here waits for an event.
+
+logger = logging.getLogger("hpczero.checkpoint")
+
+_begun: set[threading.Event] = set()  # the ends of all writes under way
+_left: list[threading.Event] = []  # the ends of writes that nobody waits for
+
+
+class Background:
+    """One write on a thread, over a communicator of its own."""
+
+    def __init__(self, topology: Topology) -> None:
+        """Not collective."""
+        self._topology = topology
+        self._own: Topology | None = None
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()  # all that the thread does; see [Note: No join]
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._guard = threading.Lock()
+        self._ended = self._told = False
+        self._then: Callable[[], None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write has been started and not been finished."""
+        return self._thread is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to wait for on this rank."""
+        return self.busy and self._over.is_set()
+
+    def start(self, work: Callable[[Topology], Path]) -> None:
+        """Start a write. Collective over world the first time."""
+        if self._own is None:
+            self._own = replace(self._topology, world=self._topology.world.beside())
+            atexit.register(self._tell_unheard)
+        own, over = self._own, threading.Event()
+        self._over = over
+        _begun.add(over)
+        before_finalize(_wait_for_begun)  # HDF5 is loaded by now
+        self._ended, self._told, self._then = False, False, None
+
+        def run() -> None:
+            try:
+                with (
+                    own.watchdog.cut_off.apart()
+                ):  # who goes on from a checkpoint may need this one
+                    self._path = work(own)
+            except BaseException as error:
+                self._error = error
+            with self._guard:
+                self._ended = True
+                then = self._then
+            try:
+                if then is not None:
+                    self._end_alone(then)
+            finally:
+                over.set()
+                _begun.discard(over)
+
+        # Not a daemon: a program that ends without ``close`` still ends with a whole checkpoint.
+        self._thread = threading.Thread(target=run, name="hpczero-checkpoint")
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no thread to give; peers are in the write
+            run()
+
+    def leave(self, then: Callable[[], None]) -> None:
+        """Go on without a caller who waits; ``then`` is called at the end. Not collective.
+
+        Peers write their parts on threads too, so the write ends as long as they live. The communicator is not freed.
+        """
+        assert self._thread is not None, "busy"
+        with self._guard:
+            ended = self._ended
+            self._then = then
+        if ended:
+            self._end_alone(then)
+        else:
+            _left.append(self._over)
+
+    def _end_alone(self, then: Callable[[], None]) -> None:
+        if self._error is not None and self._own is not None and self._own.is_root:
+            logger.warning("the save in flight when an exception came has failed: %s", self._error)
+        self._told = True
+        then()
+
+    def finish(self) -> Path | None:
+        """Wait for the thread of this rank. Not collective, but the thread's work is.
+
+        Raises:
+            CheckpointError: what the write raised.
+        """
+        assert self._thread is not None, "busy"
+        self._over.wait()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            if isinstance(error, CheckpointError):
+                raise type(error)(str(error)) from error
+            raise error
+        return self._path
+
+    def _tell_unheard(self) -> None:
+        """At the program's end: a write has failed, and nobody has waited for it."""
+        if self._error is None or self._told or self._own is None:
+            return
+        if self._own.is_root:
+            logger.warning("the save in flight when the program ended has failed: %s", self._error)
+
+    def close(self) -> None:
+        """Free the communicator, once nothing is written. Collective over world."""
+        if self._own is not None:
+            atexit.unregister(self._tell_unheard)
+            self._own.world.comm.Free()
+            self._own = None
+
+
+def wait_for_left() -> None:
+    """Return when all writes that were left are done or have failed. Not collective."""
+    while _left:
+        _left[-1].wait()
+        _left.pop()
+
+
+def _wait_for_begun() -> None:
+    for over in list(_begun):
+        over.wait()
+
+
+# Two ways to fill the datasets of a checkpoint's file from all ranks.
+#
+# Owns: MPI-IO and its traps. Must not know: what the file has, the order of a save (h5file.py: [Note: One rank makes
+# the file]).
+
+Array = npt.NDArray[Any]
+
+
+class Writer(ABC):
+    """Fills datasets of a file that ``create`` made."""
+
+    @abstractmethod
+    def __init__(self, path: Path) -> None:
+        """Open the file on this rank. Not collective: one rank may fail alone."""
+
+    def join(self, comm: MPI.Intracomm) -> None:
+        """Do what all ranks must do together before the first write, once each has opened the file.
+
+        Collective over ``comm``, which is borrowed.
+        """
+        return
+
+    @abstractmethod
+    def write(self, dataset: Dataset, start: int, data: Array) -> None:
+        """Write elements of ``dataset`` from ``start`` on; none is allowed.
+
+        All ranks make the same number of calls in the same order. ``data`` belongs to the writer from then on.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Return when everything is on the disk. Collective."""
+
+    def abandon(self) -> None:
+        """Give up without a collective call, after something failed here or on another rank."""
+        return
+
+
+class MpioWriter(Writer):
+    """h5py's ``mpio`` driver: collective MPI-IO."""
+
+    @override
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY)  # of this node's cache of the file
+
+    @override
+    def join(self, comm: MPI.Intracomm) -> None:
+        # Never closed after an error: HDF5 would call MPI-IO collectively, which hangs or crashes.
+        self._file = h5py.File(self._path, "r+", driver="mpio", comm=comm, libver=("v110", "v110"))
+        self._transfer = h5py.h5p.create(h5py.h5p.DATASET_XFER)
+        self._transfer.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+
+    @override
+    def write(self, dataset: Dataset, start: int, data: Array) -> None:
+        found = self._file[dataset.name].id
+        there, here = found.get_space(), h5py.h5s.create_simple((max(len(data), 1),))
+        if len(data):
+            there.select_hyperslab((start,), (len(data),))
+        else:  # a rank that writes nothing takes part all the same
+            there.select_none()
+            here.select_none()
+        source = data if len(data) else np.empty(1, dtype=dataset.dtype)
+        found.write(here, there, source, dxpl=self._transfer)
+        offset = dataset.offset + start * dataset.itemsize
+        start_writeback(self._descriptor, offset, data.nbytes)
+
+    @override
+    def close(self) -> None:
+        self._file.flush()
+        self._file.close()
+        os.fsync(self._descriptor)  # HDF5 writes again after its own sync
+        self.abandon()
+
+    @override
+    def abandon(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class PosixWriter(Writer):
+    """``pwrite`` at the offsets of the datasets: no MPI-IO, and any thread may call it.
+
+    It writes on a thread of its own, one piece at a time, while the caller makes the next piece. File systems let one
+    rank at a time write to a file, and the others need not wait for that. The next call raises an error of the write.
+    Whole pages go past the kernel's cache if the file system allows it; docs/performance.md has the gain.
+
+    The thread is a plain one: executors take no more work once the program's last line is done, when a save in the
+    background may still be under way.
+    """
+
+    @override
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR)
+        self._direct = open_direct(path)
+        self._thread: threading.Thread | None = None  # of the last piece
+        self._last: Future[None] | None = None  # until somebody has waited for it
+
+    @override
+    def write(self, dataset: Dataset, start: int, data: Array) -> None:
+        self._wait()
+        offset = dataset.offset + start * dataset.itemsize
+        self._last = Future()
+        self._thread = threading.Thread(
+            target=self._settle, args=(self._last, offset, data), name="hpczero-pwrite"
+        )
+        try:
+            self._thread.start()
+        except (
+            RuntimeError
+        ):  # the system gives no thread; from Python 3.12 on also after a program's last line
+            self._thread = None
+            self._settle(self._last, offset, data)
+
+    def _settle(self, written: Future[None], offset: int, data: Array) -> None:
+        try:
+            self._write(offset, data)
+        except BaseException as error:  # raised by ``_wait``
+            written.set_exception(error)
+        else:
+            written.set_result(None)
+
+    def _write(self, offset: int, data: Array) -> None:
+        done = 0 if self._direct is None else write_direct(self._direct, offset, data)
+        if done < data.nbytes:
+            rest = data.view(np.uint8)[done:]
+            write_at(self._descriptor, offset + done, rest)
+            start_writeback(self._descriptor, offset + done, rest.nbytes)
+
+    def _wait(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    @override
+    def close(self) -> None:
+        self._wait()
+        os.fsync(self._descriptor)
+        self.abandon()
+
+    @override
+    def abandon(self) -> None:
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+        # Once: the number may be that of another thread's file by now.
+        descriptors, self._descriptor, self._direct = [self._descriptor, self._direct], -1, None
+        for descriptor in descriptors:
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+
+
+def _writes_wrong_bytes() -> bool:
+    """Whether MPI-IO is the OMPIO of an Open MPI that can silently corrupt what parallel HDF5 writes.
+
+    Source: open-mpi/ompi#12718; repaired in 4.1.7 and 5.0.6.
+    """
+    vendor, version = MPI.get_vendor()
+    if vendor != "Open MPI" or version >= (5, 0, 6) or (4, 1, 7) <= version < (5, 0, 0):
+        return False
+    choice = Environment.read().mpi_io
+    return not (choice.startswith("romio") or (choice.startswith("^") and "ompio" in choice))
+
+
+# File systems that serve many nodes, by their names in /proc/mounts.
+PARALLEL = frozenset(
+    {
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "panfs",
+        "pvfs2",
+        "orangefs",
+        "daos",
+        "fuse.daos",
+        "wekafs",
+        "ceph",
+    }
+)
+
+WRITERS: dict[str, type[Writer]] = {"mpio": MpioWriter, "posix": PosixWriter}
+
+
+def automatic(file: Path, *, reserved: bool) -> str:
+    """What ``auto`` means for ``file``. Not collective: one rank asks.
+
+    It is MPI-IO if MPI-IO knows the file system and is safe there. It then locks and cuts by the file system's own
+    stripes. It is not safe if the disk may fill up in the middle of a write: it may hang then. On file systems that it
+    does not know it does what ``posix`` does, through the kernel's cache, and takes several times as long
+    (docs/performance.md).
+
+    Args:
+        file: exists.
+        reserved: whether the file system keeps room for all of it.
+    """
+    fits = bool(h5py.get_config().mpi) and reserved and filesystem_of(file) in PARALLEL
+    return "mpio" if fits and not _writes_wrong_bytes() else "posix"
+
+
+def writer_for(name: str) -> type[Writer]:
+    """The writer called ``mpio`` or ``posix``.
+
+    Raises:
+        CheckpointError: ``mpio`` with an h5py that does not have it.
+    """
+    if name == "mpio" and not h5py.get_config().mpi:
+        raise CheckpointError(
+            "h5py was built without MPI, so there is no mpio writer; build it against parallel HDF5 (docs/install.md), "
+            "or use the posix writer, which makes the same file"
+        )
+    return WRITERS[name]
+
 
 Milestone = Callable[[str], None]
 
@@ -70,7 +431,7 @@ def write(
     try:
         with _stage(topology, "prepare the checkpoint"):
             if writer != "auto":
-                writers.writer_for(writer)  # refuses what cannot be
+                writer_for(writer)  # refuses what cannot be
             text = ""
             if topology.is_root:
                 folder.check_room(snapshot.nbytes)
@@ -82,9 +443,7 @@ def write(
         temporary = Path(path)
         placed = [Dataset(**{**entry, "digests": ()}) for entry in entries]
         parts = [replace(part, dataset=d) for part, d in zip(snapshot.parts, placed, strict=True)]
-        written = _write_parts(
-            parts, temporary / STATE_FILE, topology, writers.writer_for(writer), at
-        )
+        written = _write_parts(parts, temporary / STATE_FILE, topology, writer_for(writer), at)
         with _stage(topology, "commit the checkpoint"):
             target = folder.path
             if topology.is_root:
@@ -120,7 +479,7 @@ def _create_file(snapshot: Snapshot, folder: Path, writer: str) -> tuple[str, li
         step=snapshot.step,
     )
     if writer == "auto":
-        writer = writers.automatic(folder / STATE_FILE, reserved=reserved)
+        writer = automatic(folder / STATE_FILE, reserved=reserved)
     return writer, [asdict(dataset) for dataset in datasets]
 
 
@@ -143,11 +502,11 @@ def _write_parts(
     parts: list[Part],
     path: Path,
     topology: Topology,
-    kind: type[writers.Writer],
+    kind: type[Writer],
     at: Milestone,
 ) -> list[Dataset]:
     """Fill the datasets, and return them with their digests, complete on rank 0. Collective over world."""
-    writer: writers.Writer | None = None
+    writer: Writer | None = None
     mine: list[list[str]] = []
     try:
         # Two stages: a rank that cannot open it must not leave the others waiting in MPI-IO.

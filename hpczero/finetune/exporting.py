@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hpczero.checkpoint.foreign.safe_file import WeightsWriter
 from hpczero.checkpoint.foreign.weight_files import cast
-from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import CheckpointNotWritten, ConfigError
 from hpczero.files.durable import Hidden, is_free
 from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product, is_peft, saved_by_peft

@@ -24,14 +24,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from hpczero.checkpoint.disk.folder import checkpoints_at
 from hpczero.checkpoint.disk.format import BUFFERS, MASTER, NAMED
 from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign.exporting import of_newest
 from hpczero.checkpoint.foreign.safe_file import DTYPES as SIZES
-from hpczero.checkpoint.foreign.safe_file import write_json
+from hpczero.checkpoint.foreign.safe_file import WeightsWriter, write_json
 from hpczero.checkpoint.foreign.weight_files import cast
-from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
-from hpczero.checkpoint.places import checkpoints_at
 from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError
 from hpczero.files.durable import Hidden, is_free
 from hpczero.files.regular import reason

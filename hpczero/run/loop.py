@@ -14,7 +14,7 @@ from functools import partial
 import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
-from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
+from hpczero.checkpoint.foreign.safe_file import WeightsWriter
 from hpczero.errors import EXIT_REQUEUE
 from hpczero.files.regular import reason
 from hpczero.job import log

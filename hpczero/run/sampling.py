@@ -18,12 +18,19 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.adapters.gpt import GPTAdapter
-from hpczero.checkpoint.disk.folder import Folder, is_checkpoint, misnamed
+from hpczero.checkpoint.disk.folder import (
+    CHECKPOINTS,
+    GIVE,
+    Folder,
+    folder_at,
+    is_checkpoint,
+    misnamed,
+    what_is_there,
+)
 from hpczero.checkpoint.disk.format import MASTER
 from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.disk.lines import step_of
 from hpczero.checkpoint.disk.stored import Stored
-from hpczero.checkpoint.places import CHECKPOINTS, GIVE, folder_at, what_is_there
 from hpczero.data import Tokenizer, same_tokenizer, tokenizer_name
 from hpczero.data.tokenize import from_json
 from hpczero.data.tokens import TokenFile

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import tyro
 
+from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import Folder
-from hpczero.checkpoint.verify import Verdict, verify
 from tests.helpers.forkserver import BASE
 from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import ROOT

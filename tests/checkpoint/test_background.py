@@ -10,7 +10,7 @@ import pytest
 
 from hpczero.checkpoint import checkpoints as module
 from hpczero.checkpoint.disk.folder import Folder
-from hpczero.checkpoint.disk.writers import PosixWriter
+from hpczero.checkpoint.writing import PosixWriter
 from hpczero.errors import CheckpointNotWritten
 from tests.checkpoint.programs import Program, first_ranks, state_digests
 from tests.helpers.parallel import parallel_assert

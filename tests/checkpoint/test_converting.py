@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.foreign.converting import convert
 from hpczero.checkpoint.foreign.exporting import Form, export
 from hpczero.checkpoint.foreign.weight_files import WeightFiles, smallest_box
-from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
 from tests.checkpoint.foreign import (
     INDEX,

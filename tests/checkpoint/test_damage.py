@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import hpczero
+from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, MASTER, STATE_FILE
-from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import EXIT_CORRUPT_CHECKPOINT, CorruptCheckpoint
 from tests.checkpoint.damage import (
     DAMAGES,

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 import hpczero
+from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import STATE_FILE, step_folder
 from hpczero.checkpoint.foreign.exporting import Exported, Form, cast, export
-from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import ConfigError, CorruptCheckpoint
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, on_root, read_all, same, state
 from tests.checkpoint.programs import Program, first_ranks

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import hpczero
-from hpczero.checkpoint.disk import h5file, writers
+from hpczero.checkpoint import writing
+from hpczero.checkpoint.__main__ import Verdict, verify
+from hpczero.checkpoint.disk import h5file
 from hpczero.checkpoint.disk.folder import LATEST, read_manifest
 from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, Table
 from hpczero.checkpoint.disk.rawfile import write_direct
-from hpczero.checkpoint.disk.writers import PosixWriter
-from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.checkpoint.writing import PosixWriter
 from hpczero.files.direct import PAGE, filesystem_of, open_direct
 from tests.checkpoint.damage import golden_copy
 from tests.checkpoint.programs import Net, Program
@@ -233,11 +234,11 @@ def test_mpi_io_is_taken_on_parallel_file_systems_that_keep_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMPI_MCA_io", "^ompio")
-    assert writers.automatic(tmp_path, reserved=True) == "posix"
-    monkeypatch.setattr(writers, "filesystem_of", lambda _: "lustre")
+    assert writing.automatic(tmp_path, reserved=True) == "posix"
+    monkeypatch.setattr(writing, "filesystem_of", lambda _: "lustre")
     parallel = "mpio" if h5py.get_config().mpi else "posix"
-    assert writers.automatic(tmp_path, reserved=True) == parallel
-    assert writers.automatic(tmp_path, reserved=False) == "posix"
+    assert writing.automatic(tmp_path, reserved=True) == parallel
+    assert writing.automatic(tmp_path, reserved=False) == "posix"
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, 3 * PAGE + 5])

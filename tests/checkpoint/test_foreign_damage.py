@@ -22,8 +22,7 @@ from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign.converting import convert
 from hpczero.checkpoint.foreign.exporting import Form, export
 from hpczero.checkpoint.foreign.safe_file import DIGESTS_KEY
-from hpczero.checkpoint.foreign.torch_file import TorchFile
-from hpczero.checkpoint.foreign.weight_files import WeightFiles
+from hpczero.checkpoint.foreign.weight_files import TorchFile, WeightFiles
 from hpczero.data import ByteTokenizer
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
 from hpczero.models import GPT, GPTConfig

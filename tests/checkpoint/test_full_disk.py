@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import hpczero
+from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk import h5file
 from hpczero.checkpoint.disk.folder import Folder
-from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointNotWritten
 from tests.checkpoint.programs import Program
 from tests.helpers.parallel import parallel_assert

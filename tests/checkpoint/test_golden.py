@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hpczero
-from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.checkpoint.__main__ import Verdict, verify
 from tests.golden import record_checkpoint as golden
 from tests.helpers.parallel import parallel_assert
 

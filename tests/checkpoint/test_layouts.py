@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hpczero
 from hpczero.checkpoint import Checkpoints, exchange, held
-from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.plan.offload import Offload
 from tests.checkpoint.layouts import (
     Program,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.checkpoint.__main__ import Verdict, verify
 from tests.helpers.mpirun import Finished, run_ranks
 
 PROGRAM = """

@@ -13,8 +13,8 @@ import torch
 import hpczero
 from hpczero import Offload
 from hpczero.checkpoint import Checkpoints, exchange, held
+from hpczero.checkpoint.elements import SlabReader
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.slab_reader import SlabReader
 from hpczero.errors import (
     CheckpointMismatch,
     CheckpointNotWritten,

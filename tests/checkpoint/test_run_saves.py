@@ -13,7 +13,7 @@ import pytest
 
 from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.lock import Lock
-from hpczero.checkpoint.disk.writers import PosixWriter
+from hpczero.checkpoint.writing import PosixWriter
 from hpczero.options.config import CheckpointOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.run.checkpoints import RunCheckpoints
 from hpczero.run.results.folder import RunFolder

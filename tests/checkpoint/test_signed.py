@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import hpczero
+from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
-from hpczero.checkpoint.disk.manifest_content import BUFFER_ITEMSIZES
-from hpczero.checkpoint.disk.stored import Stored
-from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.checkpoint.disk.stored import BUFFER_ITEMSIZES, Stored
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
 from tests.checkpoint.damage import Change, fingerprint, golden_copy, remove, resigned
 from tests.checkpoint.programs import Program

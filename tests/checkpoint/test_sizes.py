@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import BUFFERS, MASTER
-from hpczero.checkpoint.verify import Verdict, verify
 from tests.checkpoint.driver import MODELS, WRITERS
 from tests.checkpoint.programs import state_digests
 from tests.helpers.mpirun import run_ranks

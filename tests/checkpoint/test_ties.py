@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpczero.checkpoint.comparison import match_parameters
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import Table
 from hpczero.checkpoint.foreign.converting import convert
 from hpczero.checkpoint.foreign.exporting import Form, export
 from hpczero.checkpoint.foreign.weight_files import WeightFiles
+from hpczero.checkpoint.reading import match_parameters
 from hpczero.errors import CheckpointMismatch
 from tests.checkpoint.foreign import theirs
 from tests.helpers.small_models import tiny_gpt

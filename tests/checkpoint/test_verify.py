@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hpczero.checkpoint import __main__ as command
+from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
-from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import ConfigError, HpcZeroError
 from tests.checkpoint.damage import DAMAGES, datasets, flip, flip_in, golden_copy
 
@@ -47,7 +47,7 @@ def test_the_command_exits_with_the_verdict_and_starts_neither_mpi_nor_torch(
         assert done.returncode == code
         assert done.stdout.endswith("bytes read\n")
         imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-        assert "hpczero.checkpoint.verify" in imported
+        assert "hpczero.checkpoint.__main__" in imported
         assert not {"torch", "mpi4py", "h5py"} & imported
         flip_in(path, datasets(path)[0], 0)
 

@@ -22,13 +22,13 @@ import torch
 from safetensors.torch import save_file
 
 import hpczero
+from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk import lines
 from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.foreign.converting import convert
 from hpczero.checkpoint.foreign.exporting import Form, export
 from hpczero.checkpoint.foreign.weight_files import WeightFiles
-from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare
 from hpczero.errors import CheckpointBusy
 from hpczero.models import GPT, GPTConfig

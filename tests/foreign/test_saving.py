@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import hpczero
 from hpczero import finetune
-from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
+from hpczero.checkpoint.foreign.safe_file import WeightsWriter
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
 from tests.compat.architectures import ARCHITECTURES
 from tests.foreign import llama

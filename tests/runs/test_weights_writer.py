@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero import Offload
-from hpczero.checkpoint.foreign.safe_file import DTYPES, tensor_digest, with_digests
-from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
+from hpczero.checkpoint.foreign.safe_file import DTYPES, WeightsWriter, tensor_digest, with_digests
 from hpczero.data.tokenize import ByteTokenizer
 from hpczero.errors import CheckpointError, TierError
 from hpczero.run import loop

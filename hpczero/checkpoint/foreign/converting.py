@@ -25,7 +25,7 @@ import torch
 
 from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk import h5file
-from hpczero.checkpoint.disk.folder import Folder
+from hpczero.checkpoint.disk.folder import Folder, place_for
 from hpczero.checkpoint.disk.format import (
     BUFFERS,
     MASTER,
@@ -39,10 +39,9 @@ from hpczero.checkpoint.disk.format import (
 )
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.disk.rawfile import rest_digest, write_at
-from hpczero.checkpoint.foreign import ties
+from hpczero.checkpoint.foreign import weight_files
 from hpczero.checkpoint.foreign.safe_file import KEY
 from hpczero.checkpoint.foreign.weight_files import WeightFiles
-from hpczero.checkpoint.places import place_for
 from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError
 from hpczero.files.regular import parse_json
 
@@ -97,12 +96,12 @@ def convert(
     _refuse_used(folder)
     weights.check()
     said, known_tied, known_buffers = _told(weights, layout or "hpczero")
-    aliases = known_tied | ties.of_storage(weights) | dict(tied or {})
+    aliases = known_tied | weight_files.of_storage(weights) | dict(tied or {})
     patterns = (*known_buffers, *buffers)
     held = [name for name in weights if name not in aliases]
     names = [name for name in held if not _is_buffer(name, weights, patterns)]
     table = _table(weights, names, aliases)
-    ties.check(weights, aliases)
+    weight_files.check(weights, aliases)
     others = [name for name in held if name not in set(names)]
     if layout == "gpt2":
         _check_gpt2(weights, table, aliases, others)
@@ -224,7 +223,7 @@ def _fill(descriptor: int, dataset: Dataset, pieces: Iterator[Array]) -> Dataset
 def _told(weights: WeightFiles, layout: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """What ``extra`` gets of model, tokenizer, tied names and buffers, as far as the files state it."""
     if layout == "gpt2":
-        return {"model": weights.model} if weights.model else {}, ties.of_gpt2(weights), []
+        return {"model": weights.model} if weights.model else {}, weight_files.of_gpt2(weights), []
     try:
         said = parse_json(weights.metadata.get(KEY) or weights.metadata.get(RUN_KEY, "{}"))
         model, tied = dict(said.get("model", {})), dict(said.get("tied", {}))

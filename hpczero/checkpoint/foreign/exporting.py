@@ -24,13 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.adapters import gpt2, gpt_neox
-from hpczero.checkpoint.disk.folder import in_one_unit, misnamed
+from hpczero.checkpoint.disk.folder import checkpoints_at, in_one_unit, misnamed
 from hpczero.checkpoint.disk.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign import safe_file as safefile
 from hpczero.checkpoint.foreign.safe_file import DTYPES, Entry
-from hpczero.checkpoint.places import checkpoints_at
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import Hidden
 from hpczero.files.regular import kind_of, reason

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.format import NAMED, Table, plain_name
 from hpczero.checkpoint.exchange import EvenRuns, check_range
-from hpczero.checkpoint.foreign import ties
+from hpczero.checkpoint.foreign import weight_files
 from hpczero.checkpoint.foreign.weight_files import Held, WeightFiles, cast
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.states import Kept, buffers_of
@@ -202,7 +202,9 @@ def _pieces(weights: WeightFiles, inventory: Inventory) -> Iterator[_Piece]:
         name, start, stop = row.name, entry.start - row.offset, entry.stop - row.offset
         present = [other for other in names[name] if other in weights]
         others = [
-            other for other in present[1:] if not ties.is_same_memory(weights, present[0], other)
+            other
+            for other in present[1:]
+            if not weight_files.is_same_memory(weights, present[0], other)
         ]
         for values in weights[present[0]].pieces(start, stop):
             for other in others:
@@ -275,7 +277,7 @@ def _stream(weights: WeightFiles, inventory: Inventory, sharding: Sharding) -> N
 def _is_equal(held: Held, start: int, values: Tensor) -> bool:
     begin = 0
     for piece in held.pieces(start, start + len(values)):
-        if not ties.are_equal(piece, values[begin : begin + len(piece)]):
+        if not weight_files.are_equal(piece, values[begin : begin + len(piece)]):
             return False
         begin += len(piece)
     return True

@@ -11,6 +11,8 @@ import hashlib
 import json
 import logging
 import os
+import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -24,9 +26,140 @@ from torch import Tensor
 from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.format import plain_name
 from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, tensor_digest
-from hpczero.checkpoint.foreign.torch_file import TorchFile
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, launcher_rank
-from hpczero.files.regular import check_regular, parse_json, read_text, reason
+from hpczero.files.regular import check_regular, parse_json, read_text, reason, shown
+
+BLOCK_NBYTES = 2**22
+# By torch.save, where torch.serialization.set_crc32_options(False) says so.
+NO_CHECKSUM = 0
+
+
+class TorchFile:
+    """One file of a ``state_dict``, mapped into memory as long as this object lives.
+
+    Attributes:
+        tensors: tensors by name.
+        has_checksums: whether damage to its values can be seen.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Open a file. Only the part that says where the values are is checked against its checksums here.
+
+        Raises:
+            CheckpointError: it is damaged, not of torch.save, or holds other things than tensors of plain memory.
+        """
+        self._file = file
+        self._values: list[str] = []
+        self.has_checksums = True
+        self._open()
+        try:
+            with warnings.catch_warnings():  # of tensors in beta state, which are refused below
+                warnings.simplefilter("ignore", UserWarning)
+                content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except (MemoryError, OSError) as error:
+            raise _of_the_machine(file, error) from error
+        except Exception as error:  # a pickle that is damaged raises anything
+            raise CheckpointError(
+                f"{file}: torch.load cannot read it with weights_only=True and mmap=True: {_first_line(error)}; write "
+                "the state_dict anew with torch.save of a recent torch"
+            ) from error
+        if not isinstance(content, Mapping):
+            raise CheckpointError(
+                f"{file}: holds a {type(content).__name__}, expected a state_dict"
+            )
+        self.tensors: dict[str, Tensor] = {}
+        for key, value in content.items():
+            if str(key) in self.tensors:
+                raise CheckpointError(
+                    f"{file}: two of its keys are {str(key)!r} as text, one of them {shown(key)}; give each tensor a "
+                    "name of its own"
+                )
+            self.tensors[str(key)] = self._plain(key, value)
+
+    def check(self, part: int, parts: int) -> None:
+        """Check the values against their checksums. Each of ``parts`` readers takes its share.
+
+        Raises:
+            CheckpointError: the message names what is damaged.
+        """
+        if self.has_checksums:
+            self._read(self._values[part::parts])
+
+    def _open(self) -> None:
+        try:
+            with zipfile.ZipFile(self._file) as archive:
+                entries = archive.infolist()
+        except (MemoryError, OSError) as error:
+            raise _of_the_machine(self._file, error) from error
+        except Exception as error:  # of a damaged archive, anything
+            raise CheckpointError(
+                f"{self._file}: no file of torch.save, or damaged: {_first_line(error)}; fetch it again, or write it "
+                "anew with torch.save of a recent torch"
+            ) from error
+        names = [entry.filename for entry in entries]
+        if len(set(names)) < len(names) or any(entry.compress_type for entry in entries):
+            raise CheckpointError(
+                f"{self._file}: no file of torch.save: it is compressed, or has one name twice"
+            )
+        # The root is named as the file was; the values are <root>/data/<number>.
+        self._values = [name for name in names if name.split("/")[-2:-1] == ["data"]]
+        self.has_checksums = any(entry.CRC != NO_CHECKSUM for entry in entries)
+        if self.has_checksums:
+            self._read([name for name in names if name not in set(self._values)])
+
+    def _read(self, names: list[str]) -> None:
+        """Read to the end, where zipfile compares the checksum."""
+        name = ""
+        try:
+            with zipfile.ZipFile(self._file) as archive:
+                for name in names:
+                    with archive.open(name) as entry:
+                        while entry.read(BLOCK_NBYTES):
+                            pass
+        except (MemoryError, OSError) as error:
+            raise _of_the_machine(self._file, error) from error
+        except Exception as error:  # as in _open
+            raise CheckpointError(
+                f"{self._file}: damaged at {name!r}: {_first_line(error)}; fetch it again"
+            ) from error
+
+    def _plain(self, key: object, value: object) -> Tensor:
+        """``value``, if it is a tensor whose elements all exist, each in memory of its own; refuses others."""
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{self._file}: {key!r} is a {type(value).__name__}, expected tensors only; save the state_dict of the "
+                "model alone, as torch.save(model.state_dict(), path)"
+            )
+        kind = None
+        if value.layout is not torch.strided or value.is_nested:
+            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        elif value.is_quantized or value.is_meta:
+            kind = "quantized" if value.is_quantized else "without values (on the meta device)"
+        if kind is not None:
+            raise CheckpointError(
+                f"{self._file}: {key!r} is {kind}, expected a tensor of plain memory; convert it, as with "
+                "to_dense() or dequantize(), and save it again"
+            )
+        tensor = value.detach()
+        held = tensor.untyped_storage().nbytes()
+        if tensor.numel() * tensor.itemsize > held:
+            raise CheckpointError(
+                f"{self._file}: {key!r} has {tensor.numel():,} elements in {held:,} bytes, as expand() makes them; "
+                "save it as contiguous()"
+            )
+        return tensor
+
+
+def _of_the_machine(file: Path, error: MemoryError | OSError) -> CheckpointError:
+    """Whether an error is the machine's: another file would not do better."""
+    why = reason(error) if isinstance(error, OSError) else f"out of memory: {_first_line(error)}"
+    return CheckpointError(f"{file}: cannot be read: {why}")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error)
+    return text.splitlines()[0][:300] if text else type(error).__name__
+
 
 LAYOUTS = ("hpczero", "gpt2")
 CHUNK_NUMEL = 2**22  # read at a time
@@ -368,3 +501,76 @@ def _open_torch(file: Path) -> tuple[dict[str, Held], dict[str, str], Check | No
             f"{file}: {key!r}",
         )
     return found, {}, opened.check if opened.has_checksums else None
+
+
+def of_gpt2(weights: WeightFiles) -> dict[str, str]:
+    """The head of a GPT-2, with the token embedding it is tied to.
+
+    A head of its own is not tied, unless config.json says so.
+
+    Raises:
+        CheckpointMismatch: config.json ties a head that differs from the token embedding.
+    """
+    both = gpt2.HEAD in weights and gpt2.TABLE in weights
+    tied = weights.model.get("tie_embeddings")
+    if tied and both and not is_equal(weights, gpt2.HEAD, gpt2.TABLE):
+        raise CheckpointMismatch(
+            f"{weights.path}: config.json ties the head to the table of tokens (tie_word_embeddings, by default true), "
+            f"and {gpt2.HEAD} differs from {gpt2.TABLE} in the file: some versions of transformers compute with that "
+            "head, others with the table. Set tie_word_embeddings to false in config.json to keep both, or take "
+            f"{gpt2.HEAD} out of the file to tie them"
+        )
+    if tied is None:
+        tied = gpt2.HEAD not in weights or (both and is_equal(weights, gpt2.HEAD, gpt2.TABLE))
+    return {gpt2.HEAD: gpt2.TABLE} if tied else {}
+
+
+def of_storage(weights: WeightFiles) -> dict[str, str]:
+    """Names of tensors that share memory, each with the first of them."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name, held in weights.items():
+        if held.storage is not None and first.setdefault(held.storage, name) != name:
+            found[name] = first[held.storage]
+    return found
+
+
+def check(weights: WeightFiles, aliases: Mapping[str, str]) -> None:
+    """Refuse to tie names with two values, because one value would be lost.
+
+    Args:
+        weights: where the values are; a further name need not be in them.
+        aliases: further names of parameters, each with the name that is kept.
+
+    Raises:
+        CheckpointMismatch: the message names the two.
+    """
+    for alias, name in aliases.items():
+        if alias in weights and name in weights and not is_equal(weights, alias, name):
+            shapes = [weights[one].shape for one in (alias, name)]
+            what = "values" if shapes[0] == shapes[1] else f"shapes, {shapes[0]} and {shapes[1]}"
+            raise CheckpointMismatch(
+                f"{weights.path}: cannot tie {alias} to {name}: they have different {what} in the file, expected the "
+                "same; leave out that they are tied, or take one of them out of the file"
+            )
+
+
+def is_equal(weights: Mapping[str, Held], name: str, other: str) -> bool:
+    """Whether two tensors have one shape and the same values in fp32. Reads them, unless they are the same memory."""
+    one, two = weights[name], weights[other]
+    if one.shape != two.shape or is_same_memory(weights, name, other):
+        return one.shape == two.shape
+    pairs = zip(one.pieces(0, one.numel), two.pieces(0, two.numel), strict=True)
+    return all(are_equal(first, second) for first, second in pairs)
+
+
+def is_same_memory(weights: Mapping[str, Held], name: str, other: str) -> bool:
+    """Whether two tensors are known to be the same memory."""
+    return weights[name].storage is not None and weights[name].storage == weights[other].storage
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether values are equal; NaN equals NaN."""
+    return torch.equal(one, other) or bool(
+        ((one == other) | (one.isnan() & other.isnan())).all().item()
+    )

@@ -24,10 +24,15 @@ from transformers.trainer_utils import sort_checkpoints
 
 import hpczero
 from hpczero.checkpoint import Checkpoints, states
-from hpczero.checkpoint.disk.folder import is_checkpoint, read_manifest
+from hpczero.checkpoint.disk.folder import (
+    CHECKPOINTS,
+    GIVE,
+    is_checkpoint,
+    read_manifest,
+    what_is_there,
+)
 from hpczero.checkpoint.disk.format import step_folder
 from hpczero.checkpoint.disk.json_keys import extra_of
-from hpczero.checkpoint.places import CHECKPOINTS, GIVE, what_is_there
 from hpczero.checkpoint.reading import find, load_one
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.files.durable import Hidden, sync

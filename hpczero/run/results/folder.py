@@ -15,9 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpczero.checkpoint.disk.folder import STALE_S, Folder
+from hpczero.checkpoint.disk.folder import CHECKPOINTS, STALE_S, Folder
 from hpczero.checkpoint.disk.format import step_of_folder
-from hpczero.checkpoint.places import CHECKPOINTS
 from hpczero.errors import ConfigError
 from hpczero.files.durable import remove, remove_left_over, sync, write_text
 from hpczero.files.regular import kind_of, reason

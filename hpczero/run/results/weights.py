@@ -20,8 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, tensor_digest
-from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
+from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, WeightsWriter, tensor_digest
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, launcher_rank
 from hpczero.files.regular import check_regular, parse_json, reason, shown

@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpczero.checkpoint.disk.folder import is_checkpoint
-from hpczero.checkpoint.places import GIVE, folder_at, holds_imports_alone
+from hpczero.checkpoint.disk.folder import GIVE, folder_at, holds_imports_alone, is_checkpoint
 from hpczero.data import same_tokenizer, tokenizer_name
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import is_there, kind_of, reason, shown
