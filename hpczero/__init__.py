@@ -20,8 +20,14 @@ if TYPE_CHECKING:
     from hpczero.plan.layout import ShardLayout
     from hpczero.plan.offload import Offload
     from hpczero.plan.precision import LossScale, Precision
-    from hpczero.zero.access import finish_update, full_gradients, gathered, register_forward
-    from hpczero.zero.accumulation import accumulate, read_later
+    from hpczero.zero.access import (
+        accumulate,
+        finish_update,
+        full_gradients,
+        gathered,
+        read_later,
+        register_forward,
+    )
     from hpczero.zero.filling import RangeInitializer, loaded_later
     from hpczero.zero.full_state import full_state_dict
     from hpczero.zero.sharding import Sharding
@@ -52,7 +58,7 @@ _HOME = {
     "Sharding": "hpczero.zero.sharding",
     "Stage": "hpczero.plan",
     "Topology": "hpczero.job.topology",
-    "accumulate": "hpczero.zero.accumulation",
+    "accumulate": "hpczero.zero.access",
     "clip_grad_norm_": "hpczero.zero.zeroify",
     "finish_update": "hpczero.zero.access",
     "full_gradients": "hpczero.zero.access",
@@ -60,7 +66,7 @@ _HOME = {
     "gathered": "hpczero.zero.access",
     "loaded_later": "hpczero.zero.filling",
     "no_sync": "hpczero.zero.zeroify",
-    "read_later": "hpczero.zero.accumulation",
+    "read_later": "hpczero.zero.access",
     "register_forward": "hpczero.zero.access",
     "release": "hpczero.zero.zeroify",
     "sharding": "hpczero.zero.zeroify",

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hpczero.adapters.base import Adapter
 from hpczero.errors import ConfigError
 from hpczero.files.regular import parse_json, read_bytes, reason
-from hpczero.models.config import check_sizes
-from hpczero.models.llama_config import LlamaConfig
+from hpczero.models.config import LlamaConfig, check_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -43,7 +43,7 @@ from hpczero.job.topology import Topology
 from hpczero.job.watchdog import Watchdog
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.away_shard import VALUES
-from hpczero.zero.update.away_states import check_name
+from hpczero.zero.update.optimizer_state import check_name
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -34,8 +34,8 @@ from hpczero.zero.units.away import AwayRest
 from hpczero.zero.units.away_shard import VALUES, AwayShard
 from hpczero.zero.units.encoded import EncodedRest
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.away_states import AWAY
 from hpczero.zero.update.coded import CodedState
+from hpczero.zero.update.optimizer_state import AWAY
 
 Scalar = int | float | bool
 

@@ -38,7 +38,7 @@ from hpczero.plan.placement import ModelPart, Placement, part_of
 from hpczero.zero.averages import Average
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.away_states import state_of, with_names
+from hpczero.zero.update.optimizer_state import state_of, with_names
 from hpczero.zero.update.whole_states import is_packed
 
 # The table of a whole model, of which every rank may have another part.

@@ -19,8 +19,7 @@ from hpczero.models.config import (
 
 if TYPE_CHECKING:
     from hpczero.models.convnet import ConvNet
-    from hpczero.models.generation import generate
-    from hpczero.models.gpt import GPT, Block
+    from hpczero.models.gpt import GPT, Block, generate
     from hpczero.models.initial import Deviates
 
 __all__ = [
@@ -41,7 +40,7 @@ _MODULE_OF = {
     "Block": "gpt",
     "ConvNet": "convnet",
     "Deviates": "initial",
-    "generate": "generation",
+    "generate": "gpt",
 }
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hpczero.models.config import LlamaConfig
 from hpczero.models.gpt import call, mean_cross_entropy
 from hpczero.models.initial import InitialWeights
-from hpczero.models.llama_config import LlamaConfig
 
 
 class RMSNorm(nn.Module):

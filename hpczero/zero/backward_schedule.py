@@ -6,18 +6,357 @@ modules, buffers, MPI. It only calls verbs of units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from hpczero.errors import StepError
-from hpczero.zero.calls.backward import BackwardPass, Call, Gradients, current_task
-from hpczero.zero.residence import Residence
+from hpczero.zero.calls.tensors import TooMany, tensors_in
+from hpczero.zero.calls.ways import BackwardPass, Call, Gradients, current_task, next_node_number
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
+
+# Kept: units that stay whole although their modules have run, and until when.
+#
+#     backward  results that no hook sees, a second pass over the graph of a backward: until a backward is through, and
+#               no graph is left that another backward may need them for
+#     graph     a graph made of parameters inside ``gathered``: until the step, or ``gathered`` finds it gone; no hook
+#               sees its backward come, nor whether it was the last one
+#     call      a block returned a view of memory that ranks share: until no call runs, or, under grad, as ``backward``
+#
+# An optimizer's step ends those of its units, because it makes other values. A rank may have reasons that others have
+# not, such as a hook that logs on rank 0 alone. Reasons therefore decide which memory this rank gives back, and never
+# whether the next use is collective.
+
+logger = logging.getLogger("hpczero.schedule")
+
+
+class Kept:
+    """A set of units, in the order in which they came, which is the same on all ranks."""
+
+    def __init__(self, gradients: Mapping[Unit, Gradients]) -> None:
+        """An empty set. ``gradients`` are those of every trainable unit, where parameters are sharded."""
+        self._gradients = gradients
+        # With the calls that live as long as the graphs that need them; where a unit trains, its graphs are found.
+        self._for_backward: dict[Unit, weakref.WeakSet[Call]] = {}
+        self._for_graph: dict[Unit, None] = {}
+        self._for_call: dict[Unit, None] = {}
+        self._told: set[Unit] = set()
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._for_backward or unit in self._for_graph or unit in self._for_call
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units of the set."""
+        return list(dict.fromkeys([*self._for_graph, *self._for_backward, *self._for_call]))
+
+    def for_backward(self, units: Iterable[Unit], call: Call | None = None) -> None:
+        """Keep units until a backward is over, and as long as graphs are left that lead to them: those of ``call``."""
+        for unit in units:
+            calls = self._for_backward.setdefault(unit, weakref.WeakSet())
+            if call is not None:
+                calls.add(call)
+
+    def graphs_since(self, number: int) -> list[bool]:
+        """Units that graphs newer than node ``number``, or graphs that keep them already, may lead to.
+
+        An older graph that still exists counts too if any was made since, because the two cannot be told apart.
+        """
+        new = next_node_number() != number
+        return [
+            (new or unit in self._for_graph) and gradients.are_in_a_graph()
+            for unit, gradients in self._gradients.items()
+        ]
+
+    def for_graphs(self, found: Iterable[int]) -> None:
+        """Keep what all ranks together found by ``graphs_since``, until the step or the next call of this."""
+        pairs = zip(self._gradients, found, strict=True)
+        self._for_graph = {unit: None for unit, kept in pairs if kept}
+
+    def for_call(self, unit: Unit) -> None:
+        """Keep units until ``calls_are_through``."""
+        self._for_call[unit] = None
+
+    def tell(self, units: Sequence[Unit]) -> None:
+        """Say once that results which no hook sees cost memory."""
+        for unit in units:
+            if unit not in self._told:
+                self._told.add(unit)
+                logger.warning(
+                    "unit %r stays whole until backward is through, which takes memory: it has results that are "
+                    "neither in what it returns nor in its arguments or attributes, or it computed something after "
+                    "them that needs a gradient. Return them; compute what is only logged under torch.no_grad()",
+                    unit.spec.name,
+                )
+
+    def calls_are_through(self) -> list[Unit]:
+        """Note that no call runs any more; returns units that need not stay whole."""
+        if not self._for_call:
+            return []
+        ended, self._for_call = self._for_call, {}
+        return [unit for unit in ended if unit not in self]
+
+    def backward_is_through(self) -> None:
+        """Forget the units of ``for_backward`` that no graph leads to: a backward is over, and others may come.
+
+        Whether it was the one that they were kept for, nobody can tell.
+        """
+        for unit, calls in list(self._for_backward.items()):
+            gradients = self._gradients.get(unit)
+            if not (calls or (gradients is not None and gradients.are_in_a_graph())):
+                self._for_backward.pop(unit)
+
+    def clear(self, units: Collection[Unit] | None = None) -> list[Unit]:
+        """Empty the set, or take ``units`` out of it; returns what was kept of them."""
+        ended = [unit for unit in self.units if units is None or unit in units]
+        for kind in (self._for_backward, self._for_graph, self._for_call):
+            for unit in ended:
+                kind.pop(unit, None)
+        return ended
+
+
+# Prefetch: which units are used next, as the pass before has shown.
+#
+# To unshard a unit early is to make a collective call early. Every rank must do so at the same place, or the order of
+# calls differs. The forecast therefore uses nothing but the units that this model's passes have used, which are the
+# same on all ranks. It never uses clocks, or what has arrived. A pass that departs from the one before gets no forecast
+# from there on.
+
+
+class Prefetch:
+    """Forecast for one model. Forward and backward passes are compared with earlier ones of their kind.
+
+    Units come as modules use them: all those of one module together.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[str, list[tuple[Unit, ...]]] = {}
+        self._pass: str | None = None
+        self._seen: list[tuple[Unit, ...]] = []
+        self._as_before = False
+        self._early: set[Unit] = set()
+
+    def begin(self, kind: str) -> None:
+        """Begin a pass. One that has not ended is forgotten.
+
+        Args:
+            kind: passes of the same kind resemble each other.
+        """
+        self._pass, self._seen, self._as_before = kind, [], True
+
+    def next_after(self, units: Sequence[Unit]) -> tuple[Unit, ...]:
+        """Note that ``units`` are used now; returns those that will be used next, none where that is unknown."""
+        used = tuple(units)
+        self._early.difference_update(used)
+        if self._pass is None or not used or self._seen[-1:] == [used]:
+            return ()
+        record, place = self._records.get(self._pass, []), len(self._seen)
+        self._seen.append(used)
+        self._as_before = self._as_before and record[place : place + 1] == [used]
+        if not self._as_before or place + 1 >= len(record):
+            return ()
+        self._early.update(record[place + 1])
+        return record[place + 1]
+
+    def end(self) -> list[Unit]:
+        """End the pass. Returns the units that were forecast and then not used, in the order of the record."""
+        if self._pass is None:
+            return []
+        recorded = dict.fromkeys(u for used in self._records.get(self._pass, []) for u in used)
+        unused = [unit for unit in recorded if unit in self._early]
+        self._early.clear()
+        self._records[self._pass], self._pass = self._seen, None
+        return unused
+
+
+# ReadAhead: whose values are read from where they rest, before they are used.
+#
+# Reading is this rank's own business: a forecast that is wrong costs time, and nobody else notices. It may therefore go
+# further ahead than `prefetch`, which is a collective, and from the end of a forward into the backward that follows it:
+# values do not change between the two. After a backward comes a step, which changes them.
+
+FORWARD, BACKWARD = "forward", "backward"  # kinds of passes
+
+
+class ReadAhead:
+    """Forecast for one model; forward and backward passes each follow their own kind."""
+
+    def __init__(self, units: int) -> None:
+        """``units``: how many are read ahead."""
+        self._units = units
+        self._records: dict[str, list[Unit]] = {}
+        self._kind: str | None = None
+        self._seen: list[Unit] = []
+
+    def begin(self, kind: str) -> None:
+        """A pass begins, which resembles others of its ``kind``."""
+        self.end()
+        self._kind, self._seen = kind, []
+        for unit in self._records.get(kind, [])[: self._units]:
+            unit.rest.start()
+
+    def used(self, unit: Unit) -> None:
+        """``unit`` is being used: those behind it are wanted next."""
+        if self._seen[-1:] == [unit]:
+            return
+        place = len(self._seen)
+        self._seen.append(unit)
+        record = self._records.get(self._kind or "", [])
+        if record[place : place + 1] == [unit]:
+            coming = record[place + 1 :]
+            if self._kind == FORWARD and torch.is_grad_enabled():
+                coming = coming + self._records.get(BACKWARD, [])
+            for following in coming[: self._units]:
+                following.rest.start()
+
+    def end(self) -> None:
+        """The pass is through."""
+        if self._kind is not None and self._seen:
+            self._records[self._kind] = self._seen
+        self._kind = None
+
+
+class Residence:
+    """Residence of the units of one model.
+
+    Attributes:
+        kept: units that stay whole for now.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gradients: Mapping[Unit, Gradients],
+        *,
+        sharded: bool,
+        ahead: bool,
+        read_ahead: int = 0,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            units: in unit order.
+            gradients: gradients of every trainable unit.
+            sharded: whether parameters are given back between uses.
+            ahead: whether to start to unshard the next module's units while those of one are used.
+            read_ahead: number of units whose values are read, from where they rest, before they are used.
+        """
+        self._units = list(units)
+        self.kept = Kept(gradients if sharded else {})
+        self._prefetch = Prefetch() if ahead else None
+        self._read_ahead = ReadAhead(read_ahead) if read_ahead else None
+        self._stays = False  # see keep_whole
+
+    def begin_pass(self, kind: str) -> None:
+        """Note that a forward or a backward begins, as ``kind`` says."""
+        if self._prefetch is not None:
+            self._prefetch.begin(kind)
+        if self._read_ahead is not None:
+            self._read_ahead.begin(kind)
+
+    def give_back(self, unit: Unit) -> None:
+        """Reshard ``unit``, unless there is a reason to keep it whole. Nothing uses it now."""
+        if not self._stays:
+            unit.reshard(retain=unit in self.kept)
+
+    def make_whole(self, units: Sequence[Unit]) -> None:
+        """Wait until ``units`` are whole. The unshard of what comes after them has then started."""
+        for unit in units:
+            unit.unshard()
+        if self._read_ahead is not None:
+            for unit in units:
+                self._read_ahead.used(unit)
+        for unit in units:
+            unit.whole.wait_for_unshard()
+        if self._prefetch is not None:
+            # After the wait, peers are at most one module behind. So no rank holds more than the plan says.
+            for following in self._prefetch.next_after(units):
+                following.unshard()
+
+    def end_pass(self) -> None:
+        """Reshard what was unsharded ahead and then not used."""
+        if self._prefetch is not None:
+            for unit in self._prefetch.end():
+                self.give_back(unit)
+        if self._read_ahead is not None:
+            self._read_ahead.end()
+
+    def calls_are_through(self) -> None:
+        """Note that no call runs any more."""
+        for unit in self.kept.calls_are_through():
+            unit.reshard()
+
+    def lend(self, units: Sequence[Unit], output: Any) -> None:
+        """Keep a unit whole if ``output`` may be a view of its parameters (units/whole.py: [Note: Kept views])."""
+        lost = [unit for unit in units if not unit.whole.lasts]
+        if not lost:
+            return
+        try:
+            outputs = list(tensors_in(output))
+            seen = [unit for unit in lost if any(map(unit.whole.is_seen_by, outputs))]
+        except TooMany:
+            seen = lost
+        for unit in seen:
+            unit.whole.lend()
+            if unit.whole.shared and torch.is_grad_enabled():
+                self.kept.for_backward([unit])
+            elif unit.whole.shared:
+                self.kept.for_call(unit)
+
+    @contextmanager
+    def keep_whole(self) -> Iterator[None]:
+        """Context: units that are unsharded stay whole until its end or the next step (issue 17, seam S5).
+
+        Several micro batches then unshard parameters once, where a pipeline stage would do so for every forward and
+        every backward. The price is the memory of whole parameters. All ranks enter and leave together.
+        """
+        before, self._stays = self._stays, True
+        try:
+            yield
+        finally:
+            self._stays = before
+            if not before:
+                self._reshard()
+
+    def end_step(self, units: Collection[Unit] | None = None) -> list[Unit]:
+        """Reshard whatever was kept, because values are about to change.
+
+        A backward that has not come no longer matters.
+
+        Args:
+            units: whose values change; None: all.
+
+        Returns:
+            Those of them that were kept.
+        """
+        ended = self.kept.clear(units)
+        for unit in ended:
+            unit.reshard()
+        if self._stays:
+            self._reshard()
+        return ended
+
+    def reset(self) -> None:
+        """Forget an interrupted forward or backward, and reshard all units."""
+        self.kept.clear()
+        self._reshard()
+
+    def leave_pass(self) -> None:
+        """Forget a forward that was left: its ranks may have come to different units between the same collectives."""
+        self.kept.calls_are_through()
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard(retain=unit in self.kept)
+
 
 IN_FLIGHT = (
     1  # reductions that go on beside the backward, of gradients that leave memory afterwards

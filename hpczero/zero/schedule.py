@@ -26,11 +26,18 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
-from hpczero.zero.backward_schedule import BackwardSchedule, Unfrozen
-from hpczero.zero.calls.backward import Call, Gradients, current_task, next_node_number
+from hpczero.zero.backward_schedule import BackwardSchedule, Residence, Unfrozen
 from hpczero.zero.calls.tensors import Attributes, TooMany
-from hpczero.zero.calls.ways import Ways, inside, unseen, untraced
-from hpczero.zero.residence import Residence
+from hpczero.zero.calls.ways import (
+    Call,
+    Gradients,
+    Ways,
+    current_task,
+    inside,
+    next_node_number,
+    unseen,
+    untraced,
+)
 from hpczero.zero.units.unit import Unit
 
 # A forward that an exception has left.

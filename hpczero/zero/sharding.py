@@ -30,7 +30,7 @@ from hpczero.zero.refusals import IGNORED_BY_DDP, NotForDDP
 from hpczero.zero.schedule import LeftForward, Schedule, Surroundings, answer_transformers
 from hpczero.zero.unfreezing import Unfreezing
 from hpczero.zero.units.away_shard import GRADIENT, NOTHING_AWAY, Away
-from hpczero.zero.units.reducer import ExactReducer, PartialReducer, Reducer
+from hpczero.zero.units.gradients import ExactReducer, PartialReducer, Reducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.coded import CodedUpdate

@@ -12,8 +12,8 @@ from torch import nn
 
 from hpczero.adapters.llama import LlamaAdapter, build
 from hpczero.errors import ConfigError
+from hpczero.models.config import LlamaConfig
 from hpczero.models.llama import Llama
-from hpczero.models.llama_config import LlamaConfig
 from hpczero.options.config import LayoutOptions
 from hpczero.run.starting.reading import Rows
 from tests.adapters.equal import apart, plain_run, sharded_run

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpczero.plan.offload import Offload
-from hpczero.zero.update.away_states import state_names
+from hpczero.zero.update.optimizer_state import state_names
 from tests.equality.cases import Case
 from tests.equality.reference import (
     differences,

@@ -16,8 +16,7 @@ from hpczero.job.mesh import Mesh
 from hpczero.optim import Muon
 from hpczero.optim.muon import orthogonalized
 from hpczero.parallel import gpt_rule
-from hpczero.zero.update.directions import directions_of
-from hpczero.zero.update.whole import rounds_of
+from hpczero.zero.update.whole import directions_of, rounds_of
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import (
     MLP,

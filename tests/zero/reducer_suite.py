@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpczero import Collectives, Topology
-    from hpczero.zero.units.reducer import Reducer
+    from hpczero.zero.units.gradients import Reducer
 
 SHARD, DTYPES = 37, (torch.float32, torch.bfloat16)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hpczero
-from hpczero.zero.residence import Prefetch
+from hpczero.zero.backward_schedule import Prefetch
 from hpczero.zero.units.unit import Unit
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, zeroified

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hpczero.zero.residence import ReadAhead
+from hpczero.zero.backward_schedule import ReadAhead
 
 
 class Units:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from hpczero.zero.units.reducer import ExactReducer
+from hpczero.zero.units.gradients import ExactReducer
 from tests.helpers.parallel import parallel_assert
 from tests.zero.reducer_suite import SHARD, ReducerSuite, gradient
 

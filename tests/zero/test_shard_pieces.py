@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hpczero.errors import StepError
 from hpczero.zero.units.guard import Guard
-from hpczero.zero.units.shard_gradient import ShardPiece, guard_shards, open_shards
+from hpczero.zero.units.seen_gradient import ShardPiece, guard_shards, open_shards
 from tests.helpers.small_models import grad
 
 

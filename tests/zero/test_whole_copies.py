@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hpczero
 from hpczero.models import ConvNet
 from hpczero.plan.layout import ShardLayout
-from hpczero.zero.units.unit_gradients import whole_copy
+from hpczero.zero.units.gradients import whole_copy
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, adamw, mlp_input, tiny_gpt, tiny_tokens, zeroified
 

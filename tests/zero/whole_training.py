@@ -20,7 +20,7 @@ from hpczero import Offload
 from hpczero.activations import Checkpointing
 from hpczero.checkpoint import Checkpoints
 from hpczero.tier import Tier
-from hpczero.zero import offloading
+from hpczero.zero import zeroify
 from tests.helpers.small_models import adamw, tiny_gpt
 from tests.tier.twins import PageTier
 
@@ -68,7 +68,7 @@ class Training:
                 def open_tier(_: Path, *, blocks: int, block_nbytes: int, **ignored: Any) -> Tier:
                     return tier(blocks=blocks, block_nbytes=block_nbytes)
 
-                patch.setattr(offloading, "DiskTier", open_tier)
+                patch.setattr(zeroify, "DiskTier", open_tier)
                 parameters: Any = "disk" if stage == 3 else "device"
                 offload = Offload("disk", "disk", parameters, folder, WINDOW, BUFFERS)
             hpczero.zeroify(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.adapters import gpt2, gpt_neox
+from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.folder import checkpoints_at, in_one_unit, misnamed
 from hpczero.checkpoint.disk.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.disk.json_keys import extra_of
@@ -237,7 +237,7 @@ class _Names:
                 if self.rotary:
                     hidden = shapes[gpt2.TABLE][1]
                     heads = self.heads = gpt2.heads_of(hidden, self._model, form.heads)
-                    self.config = gpt_neox.their_config(shapes, self._model, heads=heads, tied=tied)
+                    self.config = gpt2.neox_config(shapes, self._model, heads=heads, tied=tied)
                 else:
                     self.config = gpt2.their_config(
                         shapes, self._model, heads=form.heads, tied=tied
@@ -267,10 +267,10 @@ def _parameters(stored: Stored, form: Form, names: _Names) -> Iterator[Entry]:
         if form.layout == "hpczero":
             yield Entry(row.name, dtype, row.shape, pieces)
         elif names.rotary:
-            groups = gpt_neox.grouped(row.name, row.shape, names.heads)
+            groups = gpt2.grouped(row.name, row.shape, names.heads)
             if groups is not None:
                 pieces = partial(_turned, pieces, groups)
-            yield Entry(gpt_neox.their_name(row.name), dtype, row.shape, pieces)
+            yield Entry(gpt2.neox_name(row.name), dtype, row.shape, pieces)
         elif gpt2.is_transposed(row.name):
             out, into = row.shape
             turned = partial(_turned, pieces, row.shape)

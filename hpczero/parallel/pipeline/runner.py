@@ -33,7 +33,7 @@ from hpczero.parallel.pipeline.simulate import (
 )
 from hpczero.parallel.pipeline.stages import Stage, stage_of
 from hpczero.plan.placement import ModelPart
-from hpczero.zero.accumulation import counted, read_later
+from hpczero.zero.access import counted, read_later
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.zeroify import sharding

@@ -23,8 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.job.topology import Topology
-from hpczero.zero.calls.backward import current_task
-from hpczero.zero.calls.ways import untraced
+from hpczero.zero.calls.ways import current_task, untraced
 
 logger = logging.getLogger("hpczero.advice")
 

@@ -25,9 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.errors import StepError
 from hpczero.plan.placement import ModelPart
-from hpczero.zero.calls.backward import current_task, next_node_number
 from hpczero.zero.calls.tensors import Attributes, Replacement, TooMany
-from hpczero.zero.calls.ways import untraced
+from hpczero.zero.calls.ways import current_task, next_node_number, untraced
 
 WHOLE = ModelPart(())
 

@@ -24,9 +24,7 @@ from hpczero.plan.precision import Precision
 from hpczero.zero.units.away import keeps_values, new_master, rest_of_gradient, rest_of_values
 from hpczero.zero.units.away_shard import AwayShard, ResidentRest, Rest, same_place
 from hpczero.zero.units.encoded import EncodedParameters, EncodedRest
-from hpczero.zero.units.reducer import Reducer
-from hpczero.zero.units.shards import Shards
-from hpczero.zero.units.unit_gradients import UnitGradients, whole_copy
+from hpczero.zero.units.gradients import Reducer, Shards, UnitGradients, whole_copy
 from hpczero.zero.units.whole import WholeParameters
 
 

@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
-from hpczero.zero.units.shard_gradient import guard_shards, open_shards
+from hpczero.zero.units.gradients import Flags
+from hpczero.zero.units.seen_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.units.unit_gradients import Flags
 from hpczero.zero.update.coded import ATTRIBUTE as CODED
 from hpczero.zero.update.coded import CodedUpdate
 from hpczero.zero.update.host_update import DelayedUpdate, HostUpdate

@@ -35,7 +35,7 @@ from hpczero.zero.units.away import AwayGradient, AwayRest
 from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard, Store, floats
 from hpczero.zero.units.guard import have_gradients
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.away_states import AwayState, adopt, is_elementwise, state_of
+from hpczero.zero.update.optimizer_state import AwayState, adopt, is_elementwise, state_of
 from hpczero.zero.update.parts import TakenStep, method_behind
 
 

@@ -22,8 +22,7 @@ from hpczero.plan.precision import LossScaler, Precision
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.ways import untraced
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.agreement import Agreement
-from hpczero.zero.update.gradient_norms import GradientHistory, GradientNorms
+from hpczero.zero.update.agreement import Agreement, GradientHistory, GradientNorms
 from hpczero.zero.update.optimizers import OptimizerSet, describe_options
 from hpczero.zero.update.stepper import Stepper
 
