@@ -52,14 +52,14 @@ class Target:
 
 
 TARGETS = {
-    "regression": Target("hpczero.adapters.regression:build", 200, 0.1, 0.99, 0.0),
-    "resnet": Target("hpczero.adapters.vision:resnet", 40, 1e-2, 0.9, 0.125),
-    "vit": Target("hpczero.adapters.vision:vit", 120, 3e-3, 0.9, 0.125),
-    "dlrm": Target("hpczero.adapters.recommender:dlrm", 400, 1e-2, 0.75, 0.5),
-    "gcn": Target("hpczero.adapters.graph:gcn", 60, 1e-2, 0.85, 0.25),
-    "graphsage": Target("hpczero.adapters.graph:graphsage", 60, 1e-2, 0.85, 0.25),
-    "speech": Target("hpczero.adapters.speech:build", 200, 3e-3, 0.9, 0.0),
-    "bert": Target("hpczero.adapters.bert:build", 450, 3e-3, 0.85, 0.07),
+    "regression": Target("examples.regression:build", 200, 0.1, 0.99, 0.0),
+    "resnet": Target("examples.vision:resnet", 40, 1e-2, 0.9, 0.125),
+    "vit": Target("examples.vision:vit", 120, 3e-3, 0.9, 0.125),
+    "dlrm": Target("examples.recommender:dlrm", 400, 1e-2, 0.75, 0.5),
+    "gcn": Target("examples.graph:gcn", 60, 1e-2, 0.85, 0.25),
+    "graphsage": Target("examples.graph:graphsage", 60, 1e-2, 0.85, 0.25),
+    "speech": Target("examples.speech:build", 200, 3e-3, 0.9, 0.0),
+    "bert": Target("examples.bert:build", 450, 3e-3, 0.85, 0.07),
     # A letter of a word of six has log(32) / 6 = 0.58 nats; any byte has log(256) = 5.55.
     "llama": Target(
         "hpczero.adapters.llama:build",

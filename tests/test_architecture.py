@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +21,16 @@ from docs.rooms import HOUSES, HPCZERO, House
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = HPCZERO.package
-MAX_LINES = 600
+MAX_LINES = 600  # of code
+SMALL_LINES = 80
+NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 MAX_LINES_OF_TESTS = 600
 
 # Who alone may import these, at whatever depth of the code.
@@ -228,12 +238,41 @@ def test_planning_and_the_lowest_rooms_run_without_torch() -> None:
     assert wrong == []
 
 
+def code_lines(module: Module) -> int:
+    """Lines with code on them: no docstring, no comment, nothing blank."""
+    documented = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if ast.get_docstring(node, clean=False) is not None and first is not None:
+                documented |= set(range(first.lineno, (first.end_lineno or 0) + 1))
+    code: set[int] = set()
+    with tokenize.open(module.path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type not in NO_CODE:
+                code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - documented)
+
+
 @each_house
 def test_no_file_is_longer_than_can_be_read_at_once(house: House) -> None:
-    lengths = {
-        m.name: len(m.path.read_text().splitlines()) for m in modules(house.package).values()
-    }
+    lengths = {module.name: code_lines(module) for module in modules(house.package).values()}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_no_small_file_serves_one_other_alone() -> None:
+    """It belongs into that other. A command, and a room's entrance, stand by themselves."""
+    importers: dict[str, set[str]] = {}
+    for module, target, _ in edges(types_too=True):
+        importers.setdefault(target, set()).add(module.name)
+    wrong = [
+        f"{name} ({code_lines(module)} lines) <- {next(iter(importers[name]))}"
+        for name, module in package().items()
+        if module.path.name != "__init__.py"
+        and len(importers.get(name, ())) == 1
+        and code_lines(module) < SMALL_LINES
+    ]
+    assert wrong == []
 
 
 def test_no_file_of_tests_is_longer_than_600_lines() -> None:

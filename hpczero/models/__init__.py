@@ -18,7 +18,6 @@ from hpczero.models.config import (
 )
 
 if TYPE_CHECKING:
-    from hpczero.models.convnet import ConvNet
     from hpczero.models.gpt import GPT, Block, generate
     from hpczero.models.initial import Deviates
 
@@ -26,7 +25,6 @@ __all__ = [
     "GPT",
     "PRESETS",
     "Block",
-    "ConvNet",
     "Deviates",
     "GPTConfig",
     "flops_per_token",
@@ -38,7 +36,6 @@ __all__ = [
 _MODULE_OF = {
     "GPT": "gpt",
     "Block": "gpt",
-    "ConvNet": "convnet",
     "Deviates": "initial",
     "generate": "gpt",
 }

@@ -5,8 +5,8 @@ The optimizers know nothing of shards. What an optimizer says of itself in its c
 """
 
 from hpczero.optim.adamw8bit import AdamW8bit
-from hpczero.optim.averages import EMA, SWA, publish_changes
 from hpczero.optim.muon import Muon
 from hpczero.optim.shampoo import Shampoo
+from hpczero.zero.averages import EMA, SWA, publish_changes
 
 __all__ = ["EMA", "SWA", "AdamW8bit", "Muon", "Shampoo", "publish_changes"]

@@ -39,7 +39,7 @@ from hpczero.zero.full_state import StateByUnit
 PICTURE_S = 600.0  # between two pictures of a run that goes on
 
 
-def stopped(run: Run, done: int) -> int:
+def end_stopped(run: Run, done: int) -> int:
     """End a run that was asked to stop after ``done`` steps and has saved. Returns 75. Collective."""
     next_command = resume.next_command(run.config, in_series=bool(run.environment.series))
     log.info("stopped after step %d, as asked; %s", done, next_command)
@@ -70,7 +70,7 @@ def draw_meanwhile(run: Run, drawn_s: float) -> float:
     return now_s
 
 
-def finished(run: Run, found: Found | None) -> int:
+def end_finished(run: Run, found: Found | None) -> int:
     """Write the results of a run that has done all its steps. Returns 0. Collective.
 
     Args:
@@ -220,4 +220,4 @@ def take_steps(run: Run) -> int:
             stopped = wish is Wish.STOP and done < config.train.steps
             if stopped:
                 break
-    return stopped(run, done) if stopped else finished(run, found)
+    return end_stopped(run, done) if stopped else end_finished(run, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpczero.adapters import bert, graph, recommender, regression, speech, vision
+from examples import bert, graph, recommender, regression, speech, vision
 from tests.adapters.own_suite import OwnAdapterSuite
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import hpczero
-from hpczero.comm import Hierarchical
-from hpczero.comm.algorithms import exchanges
+from hpczero.comm import Hierarchical, algorithms
 from hpczero.memory.buffers import DTYPES, Use
 from hpczero.plan import Plan
 from hpczero.plan import footprint as rounds
@@ -68,7 +67,7 @@ def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
             described[0] += 1
             return super().Send_init(*args, **options)
 
-    monkeypatch.setattr(exchanges, "Standing", Forgetful)
+    monkeypatch.setattr(algorithms, "Standing", Forgetful)
     monkeypatch.setattr(rounds, "EXCHANGE_MESSAGES", most)
     monkeypatch.setattr(rounds, "GATHER_MESSAGES", most)
     monkeypatch.setattr(rounds, "LEAST_BYTES", 2**12)

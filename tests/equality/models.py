@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hpczero.models import GPT, ConvNet, GPTConfig
+from examples.convnet import ConvNet
+from hpczero.models import GPT, GPTConfig
 
 M = TypeVar("M", bound=nn.Module)
 WIDTH = 9  # of Stack's blocks; 363 elements each, which no number of ranks from 2 to 5 divides

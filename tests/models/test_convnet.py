@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpczero.models import ConvNet
+from examples.convnet import ConvNet
 
 
 def test_blocks_double_the_width_and_halve_the_image() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from examples.convnet import ConvNet
 from hpczero.errors import PlanError
-from hpczero.models import GPT, Block, ConvNet, GPTConfig
+from hpczero.models import GPT, Block, GPTConfig
 from hpczero.plan import Plan
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.rules import PACK_BYTES, by_class, default_rule, whole_model

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import hpczero
+from examples.convnet import ConvNet
 from hpczero.errors import PlanError
-from hpczero.models import ConvNet
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, Refusal, adamw, raises_on_all, zeroified
 

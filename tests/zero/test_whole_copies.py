@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpczero
-from hpczero.models import ConvNet
+from examples.convnet import ConvNet
 from hpczero.plan.layout import ShardLayout
 from hpczero.zero.units.gradients import whole_copy
 from tests.helpers.parallel import parallel_assert

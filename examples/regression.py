@@ -3,19 +3,19 @@
 Owns: the data, drawn with a seed, and the known weights. Must not know: ranks. It is the smallest thing there is to
 shard: on 10 ranks each keeps 10 weights.
 
-    mpirun -n 10 python -m hpczero.train --model.factory hpczero.adapters.regression:build --train.global_batch 40
+    mpirun -n 10 python -m hpczero.train --model.factory examples.regression:build --train.global_batch 40
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from hpczero.adapters.base import Adapter
 from hpczero.models.config import check_sizes
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,10 @@ class Regression(Adapter):
 
     def build(self) -> nn.Module:
         """One linear layer without bias, (width) to (1)."""
-        from torch import nn
-
         return nn.Linear(self.width, 1, bias=False)
 
     def samples(self) -> tuple[Any, Any]:
         """Rows of x, fp32 (width), and y, fp32 (1)."""
-        import torch
-
         generator = torch.Generator().manual_seed(100)
         weights = torch.randn(self.width, 1, generator=generator)
         x = torch.randn(self.rows * 3 // 2 + 1, self.width, generator=generator)

@@ -2,7 +2,7 @@
 
 Owns: the utterances, drawn with a seed, and the way from log probabilities to symbols. Must not know: ranks.
 
-    python -m hpczero.train --model.factory hpczero.adapters.speech:build
+    python -m hpczero.train --model.factory examples.speech:build
 """
 
 from __future__ import annotations
@@ -10,13 +10,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.vision import Encoder
 from hpczero.adapters.base import Adapter
 from hpczero.models.config import check_sizes
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+# A small speech encoder: convolutions that shorten time, transformer blocks, log probabilities of symbols for CTC.
+#
+# Source: of the loss that it is made for: Graves et al., Connectionist Temporal Classification, ICML 2006.
+#
+# Shape suffixes: B batch, T frames, S shorter time, M bands of a frame, H hidden, K symbols and the blank.
+
+STRIDE = 2  # of each of two convolutions
+KERNEL = 3
+
+
+class SpeechEncoder(nn.Module):
+    """Log probabilities for each stretch of ``STRIDE`` ** 2 frames.
+
+    Args:
+        bands: Of each frame.
+        frames: In an utterance.
+        symbols: Number of them; the blank is one more, at index 0.
+        hidden: Width.
+        heads: Attention heads of a block.
+        layers: Number of blocks.
+    """
+
+    def __init__(
+        self, *, bands: int, frames: int, symbols: int, hidden: int, heads: int, layers: int
+    ) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(bands, hidden, KERNEL, STRIDE, padding=1)
+        self.second = nn.Conv1d(hidden, hidden, KERNEL, STRIDE, padding=1)
+        self.positions = nn.Parameter(torch.empty(shortened(shortened(frames)), hidden))
+        nn.init.normal_(self.positions, std=0.02)
+        self.blocks = nn.ModuleList(Encoder(hidden, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, symbols + 1)
+
+    def forward(self, frames_BTM: Tensor) -> Tensor:
+        """Log probabilities (B, S, K)."""
+        x_BHT = F.gelu(self.first(frames_BTM.transpose(1, 2)))
+        x_BSH = F.gelu(self.second(x_BHT)).transpose(1, 2) + self.positions
+        for block in self.blocks:
+            x_BSH = block(x_BSH)
+        logits_BSK: Tensor = self.head(self.norm(x_BSH))
+        return F.log_softmax(logits_BSK, dim=-1)
+
+
+def shortened(time: int) -> int:
+    """Steps after one of the convolutions."""
+    return (time + 2 - KERNEL) // STRIDE + 1
+
 
 SYMBOLS, BANDS, BLANK = 5, 12, 0
 LEAST, MOST = 2, 4  # symbols in an utterance
@@ -55,7 +106,6 @@ class Tones(Adapter):
     @property
     def flops_per_token(self) -> float:
         """Of convolutions, blocks and head; torch cannot count a forward with CTC on the meta device."""
-        from hpczero.models.speech import KERNEL, shortened
 
         half, short = shortened(self.frames), shortened(shortened(self.frames))
         convolutions = KERNEL * self.hidden * (half * BANDS + short * self.hidden)
@@ -64,7 +114,6 @@ class Tones(Adapter):
 
     def build(self) -> nn.Module:
         """The network."""
-        from hpczero.models.speech import SpeechEncoder
 
         return SpeechEncoder(
             bands=BANDS,
@@ -77,8 +126,6 @@ class Tones(Adapter):
 
     def samples(self) -> tuple[Any, Any]:
         """Frames, fp32 (T, 12), symbols, int64 (4), from 1 on and then 0, and how many they are, int64."""
-        import torch
-
         generator = torch.Generator().manual_seed(5)
         total = self.rows + max(1, self.rows // 8)
         tones = torch.rand(SYMBOLS + 1, BANDS, generator=generator).round()
@@ -99,17 +146,13 @@ class Tones(Adapter):
 
     def loss(self, model: nn.Module, *batch: Tensor) -> Tensor:
         """Mean over utterances of the CTC loss for each symbol, in nats."""
-        from torch.nn import functional
-
         frames, symbols, counts = batch
         chances = model(frames).transpose(0, 1)
         lengths = counts.new_full((chances.shape[1],), chances.shape[0])
-        return functional.ctc_loss(chances, symbols, lengths, counts, blank=BLANK)
+        return F.ctc_loss(chances, symbols, lengths, counts, blank=BLANK)
 
     def metric(self, model: nn.Module, *batch: Tensor) -> Tensor:
         """1 - errors / symbols, the mean over utterances, by the likeliest symbol of each stretch."""
-        import torch
-
         frames, symbols, counts = batch
         found = [
             [symbol for symbol, _ in groupby(row) if symbol != BLANK]

@@ -2,19 +2,75 @@
 
 Owns: the clicks, drawn with a seed from hidden tastes. Must not know: ranks.
 
-    python -m hpczero.train --model.factory hpczero.adapters.recommender:dlrm
+    python -m hpczero.train --model.factory examples.recommender:dlrm
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hpczero.adapters.base import Adapter
 from hpczero.models.config import check_sizes
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+# A recommendation model: dense features through an MLP, categories through tables, products of all pairs.
+#
+# Source: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, arXiv
+# 1906.00091, sec. 2.
+#
+# Shape suffixes: B batch, D dense features, S categories, E width of an embedding, F features that are multiplied.
+
+
+def mlp(widths: Sequence[int], *, last: bool) -> nn.Sequential:
+    """Linear layers with ReLU between them, and after the last one if ``last``."""
+    layers: list[nn.Module] = []
+    for index, (wide_in, wide_out) in enumerate(itertools.pairwise(widths)):
+        layers.append(nn.Linear(wide_in, wide_out))
+        if last or index < len(widths) - 2:
+            layers.append(nn.ReLU())
+    return nn.Sequential(*layers)
+
+
+class DLRM(nn.Module):
+    """Whether someone clicks, as a logit.
+
+    Args:
+        dense: Number of dense features.
+        tables: Number of rows of each table.
+        width: Of an embedding.
+        hidden: Width of both MLPs.
+    """
+
+    def __init__(
+        self, *, dense: int, tables: Sequence[int], width: int = 8, hidden: int = 32
+    ) -> None:
+        super().__init__()
+        self.bottom = mlp((dense, hidden, width), last=True)
+        made = [nn.Embedding(rows, width) for rows in tables]
+        for table in made:
+            nn.init.normal_(table.weight, std=0.1)
+        self.tables = nn.ModuleList(made)
+        features = len(tables) + 1
+        first, second = torch.triu_indices(features, features, offset=1, device="cpu").tolist()
+        self.pairs = (first, second)
+        self.top = mlp((width + len(first), hidden, 1), last=False)
+
+    def forward(self, dense_BD: Tensor, categories_BS: Tensor) -> Tensor:
+        """Logits (B). Categories are int64, each below the rows of its table."""
+        dense_BE = self.bottom(dense_BD)
+        found = [table(categories_BS[:, index]) for index, table in enumerate(self.tables)]
+        features_BFE = torch.stack([dense_BE, *found], dim=1)
+        products_BFF = features_BFE @ features_BFE.transpose(1, 2)
+        pairs = products_BFF[:, self.pairs[0], self.pairs[1]]
+        logits: Tensor = self.top(torch.cat([dense_BE, pairs], dim=1)).squeeze(1)
+        return logits
+
 
 DENSE = 4
 TASTES = 3  # hidden numbers of a user, an item or a place
@@ -53,14 +109,11 @@ class Clicks(Adapter):
 
     def build(self) -> nn.Module:
         """The network."""
-        from hpczero.models.dlrm import DLRM
 
         return DLRM(dense=DENSE, tables=self.tables, width=self.width, hidden=self.hidden)
 
     def samples(self) -> tuple[Any, Any]:
         """Dense features, fp32 (4), categories, int64 (3), and clicks, fp32, 0 or 1."""
-        import torch
-
         generator = torch.Generator().manual_seed(13)
         total = self.rows + max(1, self.rows // 4)
         hidden = [torch.randn(size, TASTES, generator=generator) for size in self.tables]
@@ -75,10 +128,8 @@ class Clicks(Adapter):
 
     def loss(self, model: nn.Module, *batch: Tensor) -> Tensor:
         """Mean binary cross entropy in nats."""
-        from torch.nn import functional
-
         dense, categories, clicks = batch
-        return functional.binary_cross_entropy_with_logits(model(dense, categories), clicks)
+        return F.binary_cross_entropy_with_logits(model(dense, categories), clicks)
 
     def metric(self, model: nn.Module, *batch: Tensor) -> Tensor:
         """Share of clicks and of others that are foretold."""
