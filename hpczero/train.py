@@ -48,8 +48,8 @@ def main() -> int:
                 return code
         # These start torch and MPI, which --help and bad options must not do.
         from hpczero.accelerator import be_deterministic, choose_accelerator
+        from hpczero.accelerator.choice import leave_out_compiler
         from hpczero.adapters.gpt import GPTAdapter
-        from hpczero.run.starting.uncompiled import leave_out_compiler
 
         if not config.model.compile:
             leave_out_compiler()

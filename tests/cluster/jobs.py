@@ -283,7 +283,7 @@ def without_compiler(job: Callable[..., None]) -> Callable[..., None]:
     """``job`` in a process that compiles nothing: torch imports its compiler for any optimizer, which takes seconds."""
 
     def run(*words: str) -> None:
-        from hpczero.run.starting.uncompiled import leave_out_compiler
+        from hpczero.accelerator.choice import leave_out_compiler
 
         leave_out_compiler()
         job(*words)

@@ -46,7 +46,7 @@ USES = """
 import sys
 import torch
 from torch.utils.checkpoint import checkpoint
-from hpczero.run.starting.uncompiled import leave_out_compiler
+from hpczero.accelerator.choice import leave_out_compiler
 
 leave_out_compiler()
 standin = torch._dynamo
@@ -97,7 +97,7 @@ def test_compiler_is_itself_from_its_first_use_on(use: str) -> None:
 @pytest.mark.slow
 def test_where_the_compiler_is_in_already_nothing_changes() -> None:
     program = (
-        "import torch._dynamo; true = torch._dynamo; from hpczero.run.starting.uncompiled import leave_out_compiler; "
+        "import torch._dynamo; true = torch._dynamo; from hpczero.accelerator.choice import leave_out_compiler; "
         "leave_out_compiler(); assert torch._dynamo is true"
     )
     done = run_command([sys.executable, "-c", program], LIMIT_S)
