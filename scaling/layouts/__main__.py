@@ -144,7 +144,8 @@ def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Ite
     import torch
 
     from hpczero.accelerator import HostAccelerator
-    from hpczero.probe.job import machine_of, probe_job
+    from hpczero.predict.machine import machine_of
+    from hpczero.probe.job import probe_job
     from scaling.evidence.clock import seconds
     from scaling.layouts.training import Training
 

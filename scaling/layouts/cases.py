@@ -19,8 +19,7 @@ from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread
 from hpczero.predict.layout import LayoutPrediction, predict_layout
-from hpczero.predict.machine import Machine
-from hpczero.probe.job import Measured
+from hpczero.predict.machine import Machine, Measured
 
 
 @dataclass(frozen=True)

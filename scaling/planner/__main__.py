@@ -204,7 +204,8 @@ def _choice(topology: Topology, setting: Setting, asked: Run, folder: Path) -> C
     from hpczero.accelerator import HostAccelerator
     from hpczero.planner.choice import Freedom, candidates
     from hpczero.planner.search import foretell_on, search
-    from hpczero.probe.job import machine_of, probe_job
+    from hpczero.predict.machine import machine_of
+    from hpczero.probe.job import probe_job
 
     measured, troubles = probe_job(topology, HostAccelerator(), dtype=torch.float32, folder=folder)
     if troubles:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from hpczero.probe.job import Measured
+from hpczero.predict.machine import Measured
 from scaling.contenders import find_entry
 from scaling.contenders.ranks import Crew
 from scaling.contenders.workload import WORKLOADS, Workload

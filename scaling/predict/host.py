@@ -10,9 +10,8 @@ from typing import Literal
 
 from hpczero.models.config import GPTConfig
 from hpczero.predict.job import Job
-from hpczero.predict.machine import Machine
+from hpczero.predict.machine import Machine, Measured, machine_of
 from hpczero.predict.model import Prediction, predict
-from hpczero.probe.job import Measured, machine_of
 from scaling.evidence.record import cores, machine_name
 
 Known = Literal["flat", "hierarchical", "window"]

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpczero.errors import run
-from hpczero.probe.job import Measured
+from hpczero.predict.machine import Measured
 
 
 def main() -> int:

@@ -47,7 +47,7 @@ def test_the_command_exits_with_the_verdict_and_starts_neither_mpi_nor_torch(
         assert done.returncode == code
         assert done.stdout.endswith("bytes read\n")
         imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-        assert "hpczero.checkpoint.__main__" in imported
+        assert "hpczero.checkpoint.disk.stored" in imported
         assert not {"torch", "mpi4py", "h5py"} & imported
         flip_in(path, datasets(path)[0], 0)
 

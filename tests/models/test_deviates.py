@@ -113,7 +113,7 @@ def test_no_processor_can_round_a_knot_the_other_way() -> None:
 )
 def test_bits_are_those_of_narrower_vectors(narrow: dict[str, str]) -> None:
     program = (
-        "import hashlib, torch; from hpczero.models.deviates import Deviates\n"
+        "import hashlib, torch; from hpczero.models.initial import Deviates\n"
         "from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__\n"
         "print(torch.backends.cpu.get_cpu_capability(), sum(__cpu_features__[n] for n in __cpu_dispatch__))\n"
         "out = torch.empty(50_021); Deviates('k').fill(out, 3, 0.02)\n"

@@ -155,17 +155,17 @@ def test_running_run_is_sampled_and_neither_locked_nor_stopped(tmp_path: Path) -
 DELETED_MEANWHILE = """
 import shutil
 from pathlib import Path
-from hpczero.run.sampling import sources
+from hpczero.run import sampling
 from hpczero.errors import run
 from hpczero.sample import main
-chosen = sources._next
+chosen = sampling._next
 def deletes(path, tried, failed):
     place, asked_for = chosen(path, tried, failed)
     if not tried:
         shutil.rmtree(place)
         shutil.move(Path(place).parents[1] / "newer", Path(place).with_name("step-000000006"))
     return place, asked_for
-sources._next = deletes
+sampling._next = deletes
 run(main)
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
-from hpczero.probe.job import Measured
+from hpczero.predict.machine import Measured
 from scaling.evidence.record import ROOT, Row
 from scaling.predict.host import host_machine, predict_on_host
 from scaling.predict.report import draw, text

@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
-from torch import Tensor
 from typing_extensions import Self
 
 from hpczero.errors import CheckpointError
 from hpczero.files.regular import parse_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DIGESTS_KEY = "hpczero.digests"
 HAS = "hpczero.has-digests"  # a second entry, or damage to the name of the first would leave a file without digests
@@ -316,6 +317,8 @@ class WeightsWriter:
             self._put(tensor, values)
 
     def _put(self, tensor: Tensor, values: Tensor) -> None:
+        import torch  # here: the checkpoint command writes files without it
+
         assert self._file is not None, "begun"
         name = self._names[id(tensor)]
         assert (values.dtype, values.shape) == (tensor.dtype, tensor.shape), name

@@ -31,8 +31,8 @@ from hpczero.plan.precision import Precision
 from hpczero.plan.sizing import Batch
 from hpczero.planner.choice import Choice, Foretold, Freedom, lines
 from hpczero.planner.search import balance_on, foretell_on, search
-from hpczero.predict.machine import Machine
-from hpczero.probe.job import machine_of, probe_job
+from hpczero.predict.machine import Machine, machine_of
+from hpczero.probe.job import probe_job
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.room_check import fitting_on, run_of
 
