@@ -31,7 +31,6 @@ from hpczero.data import (
     default_token_file,
     prepare,
 )
-from hpczero.data import prepare as pieces
 from hpczero.data import token_writer as tokenwriter
 from hpczero.data.prepare import training_length
 from hpczero.errors import ConfigError, DataError
@@ -270,7 +269,7 @@ def test_large_corpora_are_written_in_pieces(
 ) -> None:
     at_once = make(folder, tmp_path / "one.h5")
     monkeypatch.setattr(tokenwriter, "SLAB_NUMEL", 100)
-    monkeypatch.setattr(pieces, "UNIT_NBYTES", 500)
+    monkeypatch.setattr(sys.modules["hpczero.data.prepare"], "UNIT_NBYTES", 500)
     in_pieces = make(folder, tmp_path / "two.h5")
     with TokenFile.open(at_once) as one, TokenFile.open(in_pieces) as two:
         assert np.array_equal(one.train[: len(one.train)], two.train[: len(two.train)])

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from hpczero.data import Corpus, TokenFile, corpus, prepare
-from hpczero.data import prepare as pieces
 from hpczero.data import token_writer as structure
 from hpczero.data import token_writer as tokenwriter
 from hpczero.data.team import Alone
@@ -59,7 +58,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, units and slabs so small that a few KB have hundreds of each, with their ends at odd places."""
     monkeypatch.setattr(corpus, "BLOCK_NBYTES", 700)
     monkeypatch.setattr(corpus, "REST_NBYTES", 300)
-    monkeypatch.setattr(pieces, "UNIT_NBYTES", 1100)
+    monkeypatch.setattr(sys.modules["hpczero.data.prepare"], "UNIT_NBYTES", 1100)
     monkeypatch.setattr(tokenwriter, "SLAB_NUMEL", 333)
 
 

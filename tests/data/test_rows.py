@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from hpczero.data import Corpus, TokenFile, corpus, prepare
-from hpczero.data import prepare as pieces
 from hpczero.data import rows as rows_of
 from hpczero.data import token_writer as tokenwriter
 from hpczero.data.rows import corpus_of
@@ -81,7 +80,7 @@ FORMS = ["saved", "dict", "shuffled", ".parquet", "stream.arrow", "file.arrow", 
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, units and slabs so small that a few KB have many of each, with their ends at odd places."""
     monkeypatch.setattr(corpus, "BLOCK_NBYTES", 700)
-    monkeypatch.setattr(pieces, "UNIT_NBYTES", 1100)
+    monkeypatch.setattr(sys.modules["hpczero.data.prepare"], "UNIT_NBYTES", 1100)
     monkeypatch.setattr(tokenwriter, "SLAB_NUMEL", 333)
 
 
