@@ -276,6 +276,16 @@ def test_no_small_file_serves_one_other_alone() -> None:
     assert wrong == []
 
 
+def test_a_class_name_has_one_meaning() -> None:
+    homes: dict[str, list[str]] = {}
+    for module in package().values():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(module.name)
+    del homes["Split"]  # public twice: of a data set, and of a weight
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
 def test_no_file_of_tests_is_longer_than_600_lines() -> None:
     files = sorted((ROOT / "tests").rglob("*.py"))
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}

@@ -71,7 +71,7 @@ class Span(ABC):
         """
 
 
-class Export(ABC):
+class MemoryExport(ABC):
     """One block of device memory that other processes of the node may map.
 
     Attributes:
@@ -140,7 +140,7 @@ class Accelerator(ABC):
         """(nbytes,) uint8 of host memory from and to which lanes copy without the processor."""
 
     @abstractmethod
-    def export(self, nbytes: int) -> Export:
+    def export(self, nbytes: int) -> MemoryExport:
         """Allocate ``nbytes`` that other processes of this node can map.
 
         Raises:

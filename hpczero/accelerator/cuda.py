@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark, Span
+from hpczero.accelerator.base import Accelerator, Attached, Lane, Mark, MemoryExport, Span
 from hpczero.errors import CommError, ConfigError
 
 GRANULE = (
@@ -83,7 +83,7 @@ class _Stream(Lane):
             yield
 
 
-class _Block(Export):
+class _ExportedBlock(MemoryExport):
     """One allocation that other processes may map ([Note: One exported block])."""
 
     def __init__(self, cupy: ModuleType, device: torch.device, nbytes: int) -> None:
@@ -179,7 +179,7 @@ class CudaAccelerator(Accelerator):
             )
         self.device = torch.device("cuda", index)
         self._cupy = load_cupy()
-        self._blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
+        self._blocks: weakref.WeakSet[_ExportedBlock] = weakref.WeakSet()
         try:
             self.enter_thread()
             torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -210,8 +210,8 @@ class CudaAccelerator(Accelerator):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     @override
-    def export(self, nbytes: int) -> Export:
-        block = _Block(self._cupy, self.device, nbytes)
+    def export(self, nbytes: int) -> MemoryExport:
+        block = _ExportedBlock(self._cupy, self.device, nbytes)
         self._blocks.add(block)
         return block
 

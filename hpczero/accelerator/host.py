@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark, Span
+from hpczero.accelerator.base import Accelerator, Attached, Lane, Mark, MemoryExport, Span
 from hpczero.errors import CommError
 
 FOLDER = Path("/dev/shm")
@@ -61,7 +61,7 @@ class _Now(Lane):
         yield
 
 
-class _SharedFile(Export):
+class _SharedFile(MemoryExport):
     """A file in /dev/shm, mapped by all who attached it. It has no name once it is sealed."""
 
     def __init__(self, nbytes: int) -> None:
@@ -149,7 +149,7 @@ class HostAccelerator(Accelerator):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     @override
-    def export(self, nbytes: int) -> Export:
+    def export(self, nbytes: int) -> MemoryExport:
         return _SharedFile(nbytes)
 
     @override

@@ -33,7 +33,15 @@ from torch.utils.checkpoint import (
 from typing_extensions import Self
 
 from hpczero.accelerator import Accelerator, HostAccelerator, choose_accelerator
-from hpczero.activations.store import Here, Kept, Partitioned, Rest, Store, changed, version_of
+from hpczero.activations.store import (
+    DeviceInputs,
+    InputStorage,
+    KeptInput,
+    Partitioned,
+    TierInputs,
+    changed,
+    version_of,
+)
 from hpczero.comm.awareness import reach_of
 from hpczero.comm.flat import Flat
 from hpczero.errors import PlanError, TierError
@@ -82,7 +90,7 @@ def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 def agreed_moving(
-    rest: Rest, block: object, args: Sequence[Any], device: torch.device, place: str
+    rest: InputStorage, block: object, args: Sequence[Any], device: torch.device, place: str
 ) -> list[int]:
     """As ``moving``, the same on all ranks that keep inputs together; collective over them."""
     places: list[int] = []
@@ -131,7 +139,7 @@ def moving(block: object, args: Sequence[Any], device: torch.device, place: str)
     ]
 
 
-class Call:
+class BlockCall:
     """A call of a block as a function of the tensors that move; called in forward, and again in backward."""
 
     def __init__(
@@ -197,7 +205,7 @@ class Checkpointing:
 
     def __init__(
         self,
-        rest: Rest | None = None,
+        rest: InputStorage | None = None,
         *,
         policy: Policy | None = None,
         accelerator: Accelerator | None = None,
@@ -264,15 +272,15 @@ class Checkpointing:
                 "activations: got a group of one rank to keep a part of each input, which is all of it, so nothing "
                 "would be saved; leave the group out"
             )
-        inner: Rest | None = None
+        inner: InputStorage | None = None
         words = "on the device"
         if asked.away:
             tier = tier or _opened(asked, accelerator)
             words = f"{tier.describe()}, {buffers} blocks of {window:,} bytes"
-            inner = Store(tier, blocks=buffers, block_nbytes=window, device=accelerator.device)
+            inner = TierInputs(tier, blocks=buffers, block_nbytes=window, device=accelerator.device)
         if group is not None:
             collectives = Flat(group, reach=reach_of(accelerator, group))
-            inner = Partitioned(inner or Here(), collectives, fails=asked.away)
+            inner = Partitioned(inner or DeviceInputs(), collectives, fails=asked.away)
             words = f"a part of each on {group.size} ranks, {words}"
         return cls(inner, policy=policy, accelerator=accelerator, description=words)
 
@@ -299,7 +307,7 @@ class Checkpointing:
         if not places:
             return self._checkpoint(partial(block, **kwargs), *args)
         tensors = {id(args[at]): args[at] for at in places}
-        call = Call(block, args, kwargs, places, list(tensors), self._inside)
+        call = BlockCall(block, args, kwargs, places, list(tensors), self._inside)
         waiting = deque(tensors.values())
         given = tuple(waiting)
         del args, tensors  # whatever holds them would keep their memory
@@ -314,7 +322,7 @@ class Checkpointing:
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
     def _unpack(self, kept: Any) -> Tensor:
-        if not isinstance(kept, Kept):
+        if not isinstance(kept, KeptInput):
             found: Tensor = kept
             return found
         assert self._rest is not None, "it has kept this"
@@ -409,7 +417,7 @@ class Checkpointing:
     @property
     def _tier(self) -> Tier | None:
         rest = self._rest.inner if isinstance(self._rest, Partitioned) else self._rest
-        return rest.tier if isinstance(rest, Store) else None
+        return rest.tier if isinstance(rest, TierInputs) else None
 
     # --- ends
 
@@ -439,7 +447,9 @@ class Checkpointing:
         self.close()
 
 
-def _pack(rest: Rest, waiting: deque[Tensor], call: int, saved: Tensor) -> Kept | Tensor:
+def _pack(
+    rest: InputStorage, waiting: deque[Tensor], call: int, saved: Tensor
+) -> KeptInput | Tensor:
     """``saved`` is the memory of the next tensor that waits, under a version of its own."""
     if not waiting or waiting[0].data_ptr() != saved.data_ptr():
         return saved

@@ -51,7 +51,7 @@ LINE = 64  # bytes; torch's memory begins at a multiple of it
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorForm:
     """Of one tensor with memory of its own, or a view of some.
 
     Attributes:
@@ -65,7 +65,7 @@ class Form:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
+    def of(cls, tensor: Tensor) -> TensorForm:
         """That of a dense or strided tensor."""
         offset = tensor.data_ptr() % LINE
         if offset % tensor.element_size():
@@ -115,15 +115,15 @@ class Form:
 INPUTS = "block inputs"  # category of the ledger
 
 
-class Kept:
-    """An input that was given to a ``Rest``. Its room comes back after the last reference to it is gone.
+class KeptInput:
+    """An input that was given to a ``InputStorage``. Its room comes back after the last reference to it is gone.
 
     Attributes:
         form: of the tensor.
-        what: of the ``Rest`` that made it.
+        what: of the ``InputStorage`` that made it.
     """
 
-    def __init__(self, form: Form, what: Any, dropped: deque[Any] | None = None) -> None:
+    def __init__(self, form: TensorForm, what: Any, dropped: deque[Any] | None = None) -> None:
         """``dropped`` gets ``what`` in the end, on whatever thread and inside whatever call that is."""
         self.form, self.what, self._dropped = form, what, dropped
 
@@ -132,7 +132,7 @@ class Kept:
             self._dropped.append(self.what)
 
 
-class Rest(ABC):
+class InputStorage(ABC):
     """Where inputs lie. Any thread may call it.
 
     Attributes:
@@ -151,7 +151,7 @@ class Rest(ABC):
         return
 
     @abstractmethod
-    def keep(self, tensor: Tensor, call: int) -> Kept:
+    def keep(self, tensor: Tensor, call: int) -> KeptInput:
         """Take over an input; returns before it is written.
 
         Args:
@@ -164,7 +164,7 @@ class Rest(ABC):
         """
 
     @abstractmethod
-    def bring(self, kept: Kept) -> Tensor:
+    def bring(self, kept: KeptInput) -> Tensor:
         """A tensor of the same values and the same form; any number of times.
 
         Raises:
@@ -180,7 +180,7 @@ class Rest(ABC):
         return
 
 
-class Here(Rest):
+class DeviceInputs(InputStorage):
     """On the device: the tensor itself."""
 
     def __init__(self) -> None:
@@ -188,17 +188,17 @@ class Here(Rest):
         self._dropped: deque[int] = deque()
 
     @override
-    def keep(self, tensor: Tensor, call: int) -> Kept:
+    def keep(self, tensor: Tensor, call: int) -> KeptInput:
         self.collect()
-        kept = _Held(Form.of(tensor), tensor.nbytes, self._dropped)
+        kept = _HeldInput(TensorForm.of(tensor), tensor.nbytes, self._dropped)
         kept.tensor = tensor.detach()
         self.memory.add(INPUTS, tensor.nbytes)
         return kept
 
     @override
-    def bring(self, kept: Kept) -> Tensor:
+    def bring(self, kept: KeptInput) -> Tensor:
         self.collect()
-        assert isinstance(kept, _Held), "made by keep"
+        assert isinstance(kept, _HeldInput), "made by keep"
         return kept.tensor
 
     @override
@@ -207,7 +207,7 @@ class Here(Rest):
             self.memory.add(INPUTS, -self._dropped.popleft())
 
 
-class _Held(Kept):
+class _HeldInput(KeptInput):
     tensor: Tensor
 
 
@@ -245,14 +245,14 @@ class _Input:
 
     number: int
     call: int
-    form: Form
+    form: TensorForm
     tensor: Tensor | None
     version: int
     places: list[Place] = field(default_factory=list)
     failure: Exception | None = None
 
 
-class Store(Rest):
+class TierInputs(InputStorage):
     """On a tier."""
 
     def __init__(self, tier: Tier, *, blocks: int, block_nbytes: int, device: torch.device) -> None:
@@ -275,22 +275,22 @@ class Store(Rest):
         self._count, self._closed = 0, False
 
     @override
-    def keep(self, tensor: Tensor, call: int) -> Kept:
+    def keep(self, tensor: Tensor, call: int) -> KeptInput:
         with self._lock:
             if self._closed:
                 raise TierError("the tier of block inputs is closed; open another one")
             self._collect()
             self._write_newest()
-            form = Form.of(tensor)
+            form = TensorForm.of(tensor)
             new = _Input(self._count, call, form, tensor.detach(), version_of(tensor))
             self._count += 1
             self._inputs.append(new)
             self._newest = new
             self.memory.add(INPUTS, form.nbytes)
-            return Kept(form, new, self._dropped)
+            return KeptInput(form, new, self._dropped)
 
     @override
-    def bring(self, kept: Kept) -> Tensor:
+    def bring(self, kept: KeptInput) -> Tensor:
         wanted: _Input = kept.what
         with self._lock:
             self._collect()
@@ -444,10 +444,10 @@ WORD = 2  # bytes; parts are cut at multiples, and moved as numbers of so many
 NAME = "input of a checkpointed block"
 
 
-class Partitioned(Rest):
-    """Parts on another ``Rest``. ``begin``, ``keep`` and ``bring`` are collective over the group."""
+class Partitioned(InputStorage):
+    """Parts on another ``InputStorage``. ``begin``, ``keep`` and ``bring`` are collective over the group."""
 
-    def __init__(self, inner: Rest, collectives: Collectives, *, fails: bool) -> None:
+    def __init__(self, inner: InputStorage, collectives: Collectives, *, fails: bool) -> None:
         """Not collective.
 
         Args:
@@ -467,8 +467,8 @@ class Partitioned(Rest):
             raise self._unequal("arguments of a checkpointed block are", moving)
 
     @override
-    def keep(self, tensor: Tensor, call: int) -> Kept:
-        form = Form.of(tensor)
+    def keep(self, tensor: Tensor, call: int) -> KeptInput:
+        form = TensorForm.of(tensor)
         self._check_equal(tensor, form)
         shard, index = self._shard(form), self._group.index
         mine = torch.zeros(shard, dtype=torch.uint8, device=tensor.device)
@@ -476,10 +476,10 @@ class Partitioned(Rest):
         with torch.no_grad():
             if begin < end:
                 mine[: end - begin].copy_(form.raw(tensor)[begin:end])
-        return Kept(form, self.inner.keep(mine, call))
+        return KeptInput(form, self.inner.keep(mine, call))
 
     @override
-    def bring(self, kept: Kept) -> Tensor:
+    def bring(self, kept: KeptInput) -> Tensor:
         """As of any Rest.
 
         Raises:
@@ -505,11 +505,11 @@ class Partitioned(Rest):
         self.inner.close()
         self._collectives.close()
 
-    def _shard(self, form: Form) -> int:
+    def _shard(self, form: TensorForm) -> int:
         """Bytes of a part."""
         return -(-form.nbytes // (WORD * self._group.size)) * WORD
 
-    def _agreed(self, kept: Kept) -> Tensor:
+    def _agreed(self, kept: KeptInput) -> Tensor:
         found = None
         with self._group.agreed("bring back its part of the input of a checkpointed block"):
             found = self.inner.bring(kept)
@@ -517,7 +517,7 @@ class Partitioned(Rest):
             raise TierError("agreed work came to no end")
         return found
 
-    def _check_equal(self, tensor: Tensor, form: Form) -> None:
+    def _check_equal(self, tensor: Tensor, form: TensorForm) -> None:
         """Refuse inputs that differ between ranks: their parts would make up a tensor that no rank ever had.
 
         Raises:

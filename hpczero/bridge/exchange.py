@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.bridge.tensors import PIECE_NUMEL, Reduction
-from hpczero.comm.sums import Call, Path, as_bytes, kind_of
+from hpczero.comm.sums import Path, SumCall, as_bytes, kind_of
 from hpczero.errors import CommError
 from hpczero.job.group import Group
 
@@ -32,7 +32,7 @@ WHOLE_NBYTES = 64 * 2**10  # up to here everybody joins everything
 MESSAGE_NBYTES = 2**30  # of one message: MPI counts in 32 bits
 
 
-class Exchange:
+class BridgeExchange:
     """What the ranks of ``group`` do with tensors.
 
     Tensors are contiguous and flat, in memory of the host. Arguments that name a call are equal on all ranks.
@@ -220,7 +220,7 @@ class Exchange:
         for start in range(0, max(flat.numel(), 1), room):
             piece = flat[start : start + room]
             brought = piece if only in (None, self.rank) else piece[:0]
-            rows = path.gather(brought, Call(kind, brought.numel()), say).rows
+            rows = path.gather(brought, SumCall(kind, brought.numel()), say).rows
             read(start, rows)
             path.done()
 
@@ -236,7 +236,7 @@ class Exchange:
         most = max(part.numel() for part in parts)
         for start in range(0, max(most, 1), room):
             pieces = [part[start : start + room] for part in parts]
-            read(start, path.swap(pieces, Call(kind), say))
+            read(start, path.swap(pieces, SumCall(kind), say))
             path.done()
 
     def _reduce_parts(
@@ -253,7 +253,7 @@ class Exchange:
         kind, room = kind_of(what, "parts"), path.room_nbytes // own.element_size()
         for start in range(0, max(part.numel() for part in parts), room):
             piece = own[start : start + room]
-            rows = path.gather(piece, Call(kind, piece.numel()), say).rows
+            rows = path.gather(piece, SumCall(kind, piece.numel()), say).rows
             for rank, (part, row) in enumerate(zip(parts, rows, strict=True)):
                 if rank != self.rank:
                     part[start : start + row.numel()].copy_(row)
@@ -297,7 +297,7 @@ def scatter_words(parts: Sequence[Tensor], reduction: Reduction) -> str:
 TOKEN_NBYTES = 32
 
 
-class _Piece(ctypes.Structure):
+class _IOVec(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
@@ -312,7 +312,7 @@ class Reads:
         """
         self._processes = processes
         self._call = ctypes.CDLL(None, use_errno=True).process_vm_readv
-        pointer = ctypes.POINTER(_Piece)
+        pointer = ctypes.POINTER(_IOVec)
         number = ctypes.c_ulong
         self._call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
         self._call.restype = ctypes.c_ssize_t
@@ -349,7 +349,7 @@ class Reads:
         """
         done = 0
         while done < nbytes:  # the kernel copies at most 2 GiB at a time
-            here, there = (_Piece(start + done, nbytes - done) for start in (into, address))
+            here, there = (_IOVec(start + done, nbytes - done) for start in (into, address))
             copied = self._call(self._processes[rank], here, 1, there, 1, 0)
             if copied <= 0:
                 number = ctypes.get_errno()
@@ -367,7 +367,7 @@ class Reads:
 LEAST_NBYTES = 2**21  # of a whole call; below, a wait costs more than copies
 
 
-class DirectExchange(Exchange):
+class DirectReads(BridgeExchange):
     """An exchange that reads directly where the machine allows it; elsewhere it is its base."""
 
     _reads: Reads | None = None

@@ -31,7 +31,7 @@ NAP_S = 50e-6
 LOOKS = 200  # before a wait sleeps between looks
 
 
-class Message(dist.Work):
+class MessageWork(dist.Work):
     """A message under way: what ``isend`` and ``irecv`` return."""
 
     def __init__(
@@ -151,7 +151,7 @@ class Message(dist.Work):
         return self._source
 
 
-class Messages:
+class GroupMessages:
     """Messages between the ranks of one group."""
 
     def __init__(self, comm: MPI.Intracomm, watchdog: Watchdog, name: str) -> None:
@@ -165,10 +165,10 @@ class Messages:
         self._comm, self._watchdog, self._name = comm, watchdog, name
         self._most_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self._under_way: list[
-            Message
+            MessageWork
         ] = []  # MPI uses their memory, also if the program forgets them
 
-    def send(self, tensor: Tensor, rank: int, tag: int) -> Message:
+    def send(self, tensor: Tensor, rank: int, tag: int) -> MessageWork:
         """Start to send ``tensor``, of any dtype and strides, to ``rank``. Not collective."""
         what = self._words("send", tensor, rank, tag)
         source = as_bytes(flat(tensor))
@@ -180,9 +180,9 @@ class Messages:
             requests = [
                 self._comm.Isend([piece.numpy(), MPI.BYTE], rank, tag) for piece in _pieces(source)
             ]
-            return self._started(Message(what, requests, [tensor], self._watchdog, end))
+            return self._started(MessageWork(what, requests, [tensor], self._watchdog, end))
 
-    def receive(self, tensor: Tensor, rank: int | None, tag: int) -> Message:
+    def receive(self, tensor: Tensor, rank: int | None, tag: int) -> MessageWork:
         """Start to receive into ``tensor``, of any dtype and strides. Not collective.
 
         Args:
@@ -214,7 +214,7 @@ class Messages:
             requests = [
                 self._comm.Irecv([piece.numpy(), MPI.BYTE], source, tag) for piece in pieces
             ]
-            return self._started(Message(what, requests, [tensor], self._watchdog, end))
+            return self._started(MessageWork(what, requests, [tensor], self._watchdog, end))
 
     def drain(self, limit_s: float) -> bool:
         """Whether all messages have ended within ``limit_s`` seconds. Not collective."""
@@ -225,7 +225,7 @@ class Messages:
             time.sleep(0.001)
         return True
 
-    def _started(self, message: Message) -> Message:
+    def _started(self, message: MessageWork) -> MessageWork:
         self._under_way = [other for other in self._under_way if not other.test()]
         self._under_way.append(message)
         return message

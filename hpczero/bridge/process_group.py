@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpczero.bridge.exchange import Exchange
+from hpczero.bridge.exchange import BridgeExchange
 from hpczero.bridge.line import Line, Started
-from hpczero.bridge.messages import Message, Messages
+from hpczero.bridge.messages import GroupMessages, MessageWork
 from hpczero.bridge.tensors import (
     DEVICES,
     Reduction,
@@ -81,7 +81,7 @@ class Named(_ProcessGroup):  # type: ignore[misc]
         return self
 
 
-class Calls(Named):
+class LineCalls(Named):
     """A group that hands calls to its line.
 
     Attributes:
@@ -90,7 +90,7 @@ class Calls(Named):
         calls: how often each method was called, by its name.
     """
 
-    def __init__(self, exchange: Exchange, line: Line) -> None:
+    def __init__(self, exchange: BridgeExchange, line: Line) -> None:
         super().__init__(exchange.rank, exchange.size)
         self.exchange, self.line = exchange, line
         self.calls: dict[str, int] = {}
@@ -132,7 +132,7 @@ class Calls(Named):
         )
 
 
-class Reducing(Calls):
+class Reducing(LineCalls):
     """Calls that reduce."""
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Started:
@@ -314,7 +314,7 @@ class MPIProcessGroup(Moving):
         messages: from rank to rank.
     """
 
-    def __init__(self, exchange: Exchange, line: Line, messages: Messages) -> None:
+    def __init__(self, exchange: BridgeExchange, line: Line, messages: GroupMessages) -> None:
         """Not collective. ``hpczero.bridge.start`` makes groups."""
         super().__init__(exchange, line)
         self.messages = messages
@@ -363,17 +363,17 @@ class MPIProcessGroup(Moving):
         """Wait for all ranks. Collective over the group."""
         return self.start("barrier", [], self.exchange.barrier, [], opts)
 
-    def send(self, tensors: Tensors, rank: int, tag: int = 0) -> Message:
+    def send(self, tensors: Tensors, rank: int, tag: int = 0) -> MessageWork:
         """Start to send a tensor to ``rank`` of the group."""
         self.calls["send"] = self.calls.get("send", 0) + 1
         return self.messages.send(tensors[0], rank, tag)
 
-    def recv(self, tensors: Tensors, rank: int, tag: int = 0) -> Message:
+    def recv(self, tensors: Tensors, rank: int, tag: int = 0) -> MessageWork:
         """Start to receive a tensor from ``rank`` of the group."""
         self.calls["recv"] = self.calls.get("recv", 0) + 1
         return self.messages.receive(tensors[0], rank, tag)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Message:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> MessageWork:
         """Start to receive a tensor from whoever sends one first."""
         self.calls["recv"] = self.calls.get("recv", 0) + 1
         return self.messages.receive(tensors[0], None, tag)

@@ -21,9 +21,9 @@ from mpi4py import MPI
 from torch.distributed import Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from hpczero.bridge.exchange import DirectExchange
+from hpczero.bridge.exchange import DirectReads
 from hpczero.bridge.line import Line
-from hpczero.bridge.messages import Messages
+from hpczero.bridge.messages import GroupMessages
 from hpczero.bridge.process_group import MPIProcessGroup
 from hpczero.bridge.tensors import DEVICES
 from hpczero.comm.sums import best_path
@@ -50,7 +50,7 @@ LIVELY_S = 1.0  # how long after a question rank 0 looks often
 AGAIN_S = 10e-3  # between questions for a key that is not there yet
 
 
-class Kept:
+class KeptValues:
     """The keys and values themselves."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class MPIStore(Store):
         """
         super().__init__()
         self._comm, self._lock = comm, threading.Lock()
-        self._kept = Kept()
+        self._kept = KeptValues()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         if comm.rank == 0 and comm.size > 1:
@@ -208,7 +208,7 @@ DEFAULT = dist.constants.default_pg_timeout
 
 
 @dataclass(frozen=True)
-class Given:
+class GroupOptions:
     """What ``init`` hands to the maker of the default group, through torch.
 
     Attributes:
@@ -235,13 +235,13 @@ class OwnedProcessGroup(MPIProcessGroup):
 
     by_default = False
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: GroupOptions) -> None:
         """Collective over the communicator that is given."""
         comm = given.comm
         topology = Topology.create(comm, given.nodes, timeout_s=given.limit_s)
         name = f"of {comm.size} rank(s)"
-        exchange = DirectExchange(topology.world, best_path, name)
-        messages = Messages(comm, topology.watchdog, name)
+        exchange = DirectReads(topology.world, best_path, name)
+        messages = GroupMessages(comm, topology.watchdog, name)
         super().__init__(exchange, Line(topology.watchdog, name), messages)
         self.given, self.topology = given, topology
         self._members: list[tuple[tuple[int, ...], OwnedProcessGroup]] = []  # in order of making
@@ -258,7 +258,7 @@ class OwnedProcessGroup(MPIProcessGroup):
         chosen.Free()
         whole.Free()
         part = OwnedProcessGroup(
-            Given(made, None if nodes is None else [nodes[rank] for rank in ranks], limit_s)
+            GroupOptions(made, None if nodes is None else [nodes[rank] for rank in ranks], limit_s)
         )
         self._members.append((tuple(ranks), part))
         return part
@@ -350,7 +350,7 @@ def init(
             rank=comm.rank,
             world_size=comm.size,
             timeout=timedelta(seconds=limit_s) if limit_s else DEFAULT,
-            pg_options=Given(comm.Dup(), nodes, limit_s, store),
+            pg_options=GroupOptions(comm.Dup(), nodes, limit_s, store),
         )
     finally:
         # torch's own holds back what is written to stderr until the hook before returns; ours ends the job.
@@ -380,7 +380,7 @@ def _is_by_default() -> bool:
 
 def _create(options: Any, given: Any) -> OwnedProcessGroup:
     """Make the group that torch asks for. Collective over its ranks."""
-    if isinstance(given, Given):
+    if isinstance(given, GroupOptions):
         return OwnedProcessGroup(given)
     whole = dist.group.WORLD
     if not isinstance(whole, OwnedProcessGroup):

@@ -30,7 +30,7 @@ from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, 
 from hpczero.checkpoint.disk.lines import asides
 from hpczero.checkpoint.disk.rawfile import opened, read_at, rest_digest
 from hpczero.checkpoint.disk.stored import check_content
-from hpczero.checkpoint.foreign.exporting import Form, export
+from hpczero.checkpoint.foreign.exporting import WeightsForm, export
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint, run
 from hpczero.files.regular import is_there, reason, shown
 from hpczero.options.config import TrainOptions
@@ -212,7 +212,7 @@ class Ls:
 
 
 @dataclass(frozen=True)
-class Verify:
+class VerifyCheckpoint:
     """Read checkpoints and say whether every byte is what was written.
 
     Exits with 0: all are sound; 2: corrupt; 3: incomplete; 4: written by a later version.
@@ -237,7 +237,7 @@ class Export:
 
     checkpoint: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="CHECKPOINT")]]
     out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
-    form: Annotated[Form, tyro.conf.arg(name="")] = Form()  # noqa: RUF009  (frozen)
+    form: Annotated[WeightsForm, tyro.conf.arg(name="")] = WeightsForm()  # noqa: RUF009  (frozen)
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class Import:
 
 Command = (
     Annotated[Ls, tyro.conf.subcommand("ls")]
-    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[VerifyCheckpoint, tyro.conf.subcommand("verify")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Import, tyro.conf.subcommand("import")]
 )
@@ -273,14 +273,14 @@ Command = (
 def main() -> int:
     """Do what the command line says."""
     command = parse_command_line(
-        cast("type[Ls | Verify | Export | Import]", Command),
+        cast("type[Ls | VerifyCheckpoint | Export | Import]", Command),
         sys.argv[1:],
         prog="python -m hpczero.checkpoint",
         description=DESCRIPTION,
     )
     if isinstance(command, Ls):
         return _ls(command)
-    if isinstance(command, Verify):
+    if isinstance(command, VerifyCheckpoint):
         return _verify(command)
     return _export(command) if isinstance(command, Export) else _import(command)
 
@@ -313,7 +313,7 @@ def _row(path: Path) -> str:
     )
 
 
-def _verify(command: Verify) -> int:
+def _verify(command: VerifyCheckpoint) -> int:
     worst = Verdict.SOUND
     for path in checkpoints_at(command.path):
         report = verify(path, deep=not command.quick)

@@ -19,7 +19,7 @@ from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.inventory import Inventory, TrainedInventory
 from hpczero.checkpoint.reading import Given, Loaded, given_sharding, load_newest_at
 from hpczero.checkpoint.snapshot import META, Snapshot, take
-from hpczero.checkpoint.writing import Background, Milestone, wait_for_left, write
+from hpczero.checkpoint.writing import BackgroundWrite, Milestone, wait_for_left, write
 from hpczero.comm.background import can_run_in_background
 from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import shown
@@ -155,7 +155,9 @@ class Checkpoints:
         self._lent = lock is not None
         self._locked = False
         self._background = (
-            Background(self._sharding.topology) if background and can_run_in_background() else None
+            BackgroundWrite(self._sharding.topology)
+            if background and can_run_in_background()
+            else None
         )
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> Path:

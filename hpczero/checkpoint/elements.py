@@ -1,7 +1,7 @@
 """The elements of a checkpoint on their way into a model, values and state of the optimizer.
 
-Owns: two ways, ``Whole`` through memory, and ``Streamed`` straight to a memory tier. Must not know: manifests, folders,
-what is not sharded. Every method is collective over world.
+Owns: two ways, ``WholeElements`` through memory, and ``Streamed`` straight to a memory tier. Must not know: manifests,
+folders, what is not sharded. Every method is collective over world.
 
     read    everything is read and checked against its digests; the model is as it was
     check   values that the model's precision cannot hold are refused; the model is as it was
@@ -34,7 +34,7 @@ from hpczero.checkpoint.disk.format import (
     digest,
 )
 from hpczero.checkpoint.disk.rawfile import read_into
-from hpczero.checkpoint.exchange import EvenRuns, Exchange, check_range
+from hpczero.checkpoint.exchange import DatasetExchange, EvenRuns, check_range
 from hpczero.checkpoint.held import Scalar
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
@@ -62,7 +62,7 @@ class Wanted:
     dataset: Dataset
     runs: EvenRuns
     order: list[int]
-    exchange: Exchange
+    exchange: DatasetExchange
 
     def arranged(self, held: Tensor) -> Tensor:
         """``held``, which is in the order of the file, in the order of the entries."""
@@ -113,7 +113,7 @@ class SlabReader:
         """
         topology = self._topology
         order = np.argsort(runs.table[:, 0], kind="stable").tolist()
-        exchange = Exchange(topology.world.comm, topology.watchdog, runs.take(order))
+        exchange = DatasetExchange(topology.world.comm, topology.watchdog, runs.take(order))
         return Wanted(self._dataset(name), runs, order, exchange)
 
     def rounds(
@@ -257,7 +257,7 @@ class _Ahead:
 
 
 @dataclass(frozen=True)
-class Source:
+class ElementSource:
     """Where elements come from, and what of them this rank holds.
 
     Attributes:
@@ -305,16 +305,16 @@ class Elements(Protocol):
         ...
 
 
-def elements_of(source: Source, sharding: Sharding, inventory: Inventory) -> Elements:
+def elements_of(source: ElementSource, sharding: Sharding, inventory: Inventory) -> Elements:
     """The way for a model: what rests on a tier is larger than memory. Not collective."""
-    way = Whole if sharding.away.store is None else Streamed
+    way = WholeElements if sharding.away.store is None else Streamed
     return way(source, sharding, inventory)
 
 
-class Whole:
+class WholeElements:
     """Read once, and kept in memory until the model gets it."""
 
-    def __init__(self, source: Source, sharding: Sharding, inventory: Inventory) -> None:
+    def __init__(self, source: ElementSource, sharding: Sharding, inventory: Inventory) -> None:
         """Nothing is read yet."""
         self._source, self._topology, self._inventory = source, sharding.topology, inventory
         self._states: dict[str, Tensor] = {}
@@ -346,7 +346,7 @@ class Whole:
 class Streamed:
     """Read twice: first to find damage while the model is as it was, then a round at a time to where it rests."""
 
-    def __init__(self, source: Source, sharding: Sharding, inventory: Inventory) -> None:
+    def __init__(self, source: ElementSource, sharding: Sharding, inventory: Inventory) -> None:
         """Nothing is read yet."""
         self._source, self._sharding, self._inventory = source, sharding, inventory
         self._topology = sharding.topology

@@ -70,7 +70,7 @@ Indices = npt.NDArray[np.int64]
 Values = npt.NDArray[np.generic]
 
 
-class Entry(NamedTuple):
+class StridedRange(NamedTuple):
     """Elements ``e`` with ``start <= e < stop`` and ``(e - base) % stride < length``; ``start >= base``."""
 
     start: int
@@ -80,7 +80,7 @@ class Entry(NamedTuple):
     length: int
 
     @classmethod
-    def plain(cls, start: int, stop: int) -> Entry:
+    def plain(cls, start: int, stop: int) -> StridedRange:
         """All elements from ``start`` to ``stop``."""
         length = max(stop - start, 1)
         return cls(start, stop, start, length, length)
@@ -104,7 +104,7 @@ class Entry(NamedTuple):
         """Number of elements."""
         return self.before(self.stop)
 
-    def clipped(self, window: range) -> Entry:
+    def clipped(self, window: range) -> StridedRange:
         """Those within ``window``; there may be none."""
         start = max(self.start, min(window.start, self.stop))
         return self._replace(start=start, stop=max(min(self.stop, window.stop), start))
@@ -115,24 +115,24 @@ class EvenRuns:
     """Entries in rising order, none of which begins before the last one ends.
 
     Attributes:
-        table: (entries, 5) int64, a row of ``Entry`` each.
+        table: (entries, 5) int64, a row of ``StridedRange`` each.
     """
 
     table: Indices
 
     @classmethod
-    def of(cls, entries: Sequence[Entry] | Sequence[tuple[int, int]]) -> EvenRuns:
+    def of(cls, entries: Sequence[StridedRange] | Sequence[tuple[int, int]]) -> EvenRuns:
         """Of entries, or of single runs as (start, stop)."""
-        rows = [entry if len(entry) == 5 else Entry.plain(*entry) for entry in entries]
+        rows = [entry if len(entry) == 5 else StridedRange.plain(*entry) for entry in entries]
         return cls(np.array(rows, dtype=np.int64).reshape(-1, 5))
 
     def __len__(self) -> int:
         return len(self.table)
 
     @cached_property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[StridedRange]:
         """The rows."""
-        return [Entry(*row) for row in self.table.tolist()]
+        return [StridedRange(*row) for row in self.table.tolist()]
 
     @cached_property
     def ends(self) -> Indices:
@@ -155,7 +155,7 @@ class EvenRuns:
         """Those in ``window``; entries without elements may remain."""
         first = int(np.searchsorted(self.table[:, 1], window.start, side="right"))
         last = int(np.searchsorted(self.table[:, 0], window.stop, side="left"))
-        found = (Entry(*row) for row in self.table[first:last].tolist())
+        found = (StridedRange(*row) for row in self.table[first:last].tolist())
         return EvenRuns.of([entry.clipped(window) for entry in found])
 
     def moved(self, by: Sequence[int]) -> EvenRuns:
@@ -201,7 +201,7 @@ class _Matrix(NamedTuple):
     length: int
 
 
-def _matrices(entry: Entry) -> list[_Matrix]:
+def _matrices(entry: StridedRange) -> list[_Matrix]:
     """The runs of an entry: one that its start cuts, whole ones, one that its stop cuts."""
     found: list[_Matrix] = []
     at = entry.start
@@ -227,7 +227,7 @@ def _matrices(entry: Entry) -> list[_Matrix]:
 ROUND_NBYTES = 16 * 2**20  # of slabs that one rank gathers at a time
 
 
-class Exchange:
+class DatasetExchange:
     """The two cuts of one kind of datasets. Methods are collective over the communicator unless they say otherwise."""
 
     def __init__(

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hpczero.checkpoint.exchange import Entry, EvenRuns
+from hpczero.checkpoint.exchange import EvenRuns, StridedRange
 from hpczero.errors import CheckpointError
 from hpczero.plan.placement import Placement
 from hpczero.zero.units.away import AwayRest
@@ -86,7 +86,7 @@ def scalar_of(kind: str, number: Scalar | None) -> Any:
 OPEN_NBYTES = 64 * 2**20  # of windows in memory; see [Note: Open windows]
 
 
-class Held(Protocol):
+class HeldElements(Protocol):
     """Elements of one dataset; a flat tensor is one too."""
 
     def __getitem__(self, part: slice, /) -> Tensor:
@@ -99,7 +99,7 @@ class Held(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """This rank's part of one parameter, in the file and in its unit.
 
     Attributes:
@@ -118,14 +118,14 @@ class Piece:
     position: int
     begin: int
     numel: int
-    whole: Entry | None = None
-    local: Entry | None = None
+    whole: StridedRange | None = None
+    local: StridedRange | None = None
     counted: bool = True
 
     @property
-    def in_file(self) -> Entry:
+    def in_file(self) -> StridedRange:
         """The elements in the file."""
-        return self.whole or Entry.plain(self.start, self.start + self.numel)
+        return self.whole or StridedRange.plain(self.start, self.start + self.numel)
 
     @property
     def span(self) -> int:
@@ -143,15 +143,15 @@ class Piece:
 class Home(Protocol):
     """Where one kind of elements, values or a state of the optimizer, rests; ``begin`` counts in the unit."""
 
-    def expect(self, pieces: Iterable[Piece]) -> None:
+    def expect(self, pieces: Iterable[ParameterPiece]) -> None:
         """Each element of ``pieces`` will pass once, padding too."""
         ...
 
-    def read(self, piece: Piece, begin: int, into: Tensor) -> None:
+    def read(self, piece: ParameterPiece, begin: int, into: Tensor) -> None:
         """Copy elements of ``piece`` from ``begin`` on to ``into``."""
         ...
 
-    def write(self, piece: Piece, begin: int, values: Tensor) -> None:
+    def write(self, piece: ParameterPiece, begin: int, values: Tensor) -> None:
         """Replace elements of ``piece`` from ``begin`` on by ``values``."""
         ...
 
@@ -159,7 +159,7 @@ class Home(Protocol):
 class HeldPieces:
     """Elements of pieces, one piece after the other. Each element is read once, or written once."""
 
-    def __init__(self, pieces: Sequence[Piece], home: Home) -> None:
+    def __init__(self, pieces: Sequence[ParameterPiece], home: Home) -> None:
         """``pieces``: in the order of the elements."""
         self._pieces, self._home = pieces, home
         self._ends = list(accumulate(piece.numel for piece in pieces))
@@ -189,7 +189,7 @@ class HeldPieces:
             begin, end = piece.place(elements.start, elements.stop)
             self._home.write(piece, begin, with_padding(piece, begin, end, values[inside]))
 
-    def clear_empty(self, pieces: Iterable[Piece]) -> None:
+    def clear_empty(self, pieces: Iterable[ParameterPiece]) -> None:
         """Make zero what has no elements but padding; instead of ``values``, which do not pass. Not collective."""
         empty = list(pieces)
         self._home.expect(empty)
@@ -198,7 +198,7 @@ class HeldPieces:
                 piece, piece.begin, torch.zeros(piece.span, dtype=torch.float32, device="cpu")
             )
 
-    def _touched(self, part: slice) -> Iterator[tuple[Piece, slice, slice]]:
+    def _touched(self, part: slice) -> Iterator[tuple[ParameterPiece, slice, slice]]:
         """Each piece with elements in ``part``: which of them, counted in the piece, and their place in ``part``."""
         index, at = bisect_right(self._ends, part.start), part.start
         while at < part.stop:
@@ -208,7 +208,7 @@ class HeldPieces:
             index, at = index + 1, stop
 
 
-def with_padding(piece: Piece, begin: int, end: int, values: Tensor) -> Tensor:
+def with_padding(piece: ParameterPiece, begin: int, end: int, values: Tensor) -> Tensor:
     """``values`` of a piece as they lie in the ``owned_values`` from ``begin`` to ``end``; padding is zero."""
     if piece.local is None:
         return values
@@ -224,11 +224,11 @@ class ValuesHome:
     def __init__(self) -> None:
         self._windows = OpenWindows(VALUES)
 
-    def expect(self, pieces: Iterable[Piece]) -> None:
+    def expect(self, pieces: Iterable[ParameterPiece]) -> None:
         """As of any home."""
         self._windows.expect(pieces)
 
-    def read(self, piece: Piece, begin: int, into: Tensor) -> None:
+    def read(self, piece: ParameterPiece, begin: int, into: Tensor) -> None:
         """As of any home."""
         rest = piece.unit.rest
         if isinstance(rest, AwayRest):
@@ -240,7 +240,7 @@ class ValuesHome:
         with piece.unit.owned_values() as values, torch.no_grad():
             into.copy_(values[begin : begin + len(into)])
 
-    def write(self, piece: Piece, begin: int, values: Tensor) -> None:
+    def write(self, piece: ParameterPiece, begin: int, values: Tensor) -> None:
         """As of any home; ``unit.publish`` follows once all are there."""
         rest = piece.unit.rest
         if isinstance(rest, AwayRest):
@@ -254,16 +254,18 @@ class ValuesHome:
 class StateHome:
     """One state of the optimizer that is there for every element; zero where there is none yet."""
 
-    def __init__(self, key: str, state_of: Callable[[Piece], MutableMapping[Any, Any]]) -> None:
+    def __init__(
+        self, key: str, state_of: Callable[[ParameterPiece], MutableMapping[Any, Any]]
+    ) -> None:
         """``state_of``: what of the state of a piece is in memory."""
         self._key, self._state_of = key, state_of
         self._windows = OpenWindows(key)
 
-    def expect(self, pieces: Iterable[Piece]) -> None:
+    def expect(self, pieces: Iterable[ParameterPiece]) -> None:
         """As of any home."""
         self._windows.expect(pieces)
 
-    def read(self, piece: Piece, begin: int, into: Tensor) -> None:
+    def read(self, piece: ParameterPiece, begin: int, into: Tensor) -> None:
         """As of any home."""
         if piece.unit.away is not None:
             self._windows.read(piece.unit.away, begin, into)
@@ -285,7 +287,7 @@ class StateHome:
             into[: len(found)].copy_(found)
         into[len(found) :].zero_()  # of a state with fewer elements than its parameter
 
-    def write(self, piece: Piece, begin: int, values: Tensor) -> None:
+    def write(self, piece: ParameterPiece, begin: int, values: Tensor) -> None:
         """As of any home; in memory the state is made, zero at first."""
         if piece.unit.away is not None:
             self._windows.write(piece.unit.away, begin, values)
@@ -304,11 +306,11 @@ class OpenWindows:
     def __init__(self, part: str) -> None:
         """``part``: of the records of the tier."""
         self._part = part
-        self._open: dict[tuple[AwayShard, int], _Window] = {}
+        self._open: dict[tuple[AwayShard, int], _HeldWindow] = {}
         self._left: dict[tuple[AwayShard, int], int] = {}  # elements that have not passed
         self._begun: set[tuple[AwayShard, int]] = set()
 
-    def expect(self, pieces: Iterable[Piece]) -> None:
+    def expect(self, pieces: Iterable[ParameterPiece]) -> None:
         """The elements of ``pieces`` will pass. A window closes once all that are expected there have passed."""
         for piece in pieces:
             if piece.unit.away is not None:
@@ -329,7 +331,7 @@ class OpenWindows:
             window = self._open.get((shard, index))
             if window is None:
                 self._make_room(shard, index)
-                window = _Window(shard.read_window(index, self._part), changed=False)
+                window = _HeldWindow(shard.read_window(index, self._part), changed=False)
             into[at] = window.values[inside]
             self._passed(shard, index, window, len(into[at]))
 
@@ -341,7 +343,7 @@ class OpenWindows:
             if window is None:
                 self._make_room(shard, index)
                 new = shard.read_window(index, self._part) if key in self._begun else None
-                window = _Window(
+                window = _HeldWindow(
                     torch.zeros(len(shard.windows[index]), dtype=torch.float32, device="cpu")
                     if new is None
                     else new
@@ -349,7 +351,7 @@ class OpenWindows:
             window.values[inside] = values[at]
             self._passed(shard, index, window, len(values[at]))
 
-    def _passed(self, shard: AwayShard, index: int, window: _Window, count: int) -> None:
+    def _passed(self, shard: AwayShard, index: int, window: _HeldWindow, count: int) -> None:
         key = shard, index
         self._left[key] -= count
         self._begun.add(key)
@@ -366,13 +368,13 @@ class OpenWindows:
             (other, place), window = self._open.popitem()
             self._close(other, place, window)
 
-    def _close(self, shard: AwayShard, index: int, window: _Window) -> None:
+    def _close(self, shard: AwayShard, index: int, window: _HeldWindow) -> None:
         if window.changed:
             shard.write_window(index, self._part, window.values)
 
 
 @dataclass(frozen=True)
-class _Window:
+class _HeldWindow:
     """Elements of a window in memory, padding included; whether the tier has others."""
 
     values: Tensor
@@ -404,7 +406,7 @@ def piece_of(
     placement: Placement,
     place: int,
     counted: bool,
-) -> Piece:
+) -> ParameterPiece:
     """The piece of one slot.
 
     Args:
@@ -418,23 +420,23 @@ def piece_of(
     """
     if placement.dim is None:
         begin = part.start + shift
-        return Piece(place + part.start, unit, position, begin, len(part), counted=counted)
+        return ParameterPiece(place + part.start, unit, position, begin, len(part), counted=counted)
     after = prod(placement.shape[placement.dim + 1 :])
     # As Placement.runs: run after run, at one distance in the part and at another one in the whole.
     length = len(placement.owned) * after
-    local = Entry(0, part.stop, 0, placement.room * after, length)
+    local = StridedRange(0, part.stop, 0, placement.room * after, length)
     first, last = local.before(part.start), local.before(part.stop)
     base = place + placement.owned.start * after
-    whole = Entry(base, base, base, placement.strip * after, length)
+    whole = StridedRange(base, base, base, placement.strip * after, length)
     start, stop = (whole.at(first), whole.at(last - 1) + 1) if last > first else (base, base)
-    return Piece(
+    return ParameterPiece(
         start,
         unit,
         position,
         part.start + shift,
         last - first,
         whole=whole._replace(start=start, stop=stop) if stop - start > last - first else None,
-        local=Entry(part.start + shift, part.stop + shift, shift, local.stride, length)
+        local=StridedRange(part.start + shift, part.stop + shift, shift, local.stride, length)
         if placement.is_padded
         else None,
         counted=counted,

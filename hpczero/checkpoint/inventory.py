@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from hpczero.checkpoint.disk.format import NAMED, Row, Table, plain_name
 from hpczero.checkpoint.exchange import EvenRuns, check_range
 from hpczero.checkpoint.held import (
-    Held,
+    HeldElements,
     HeldPieces,
-    Piece,
+    ParameterPiece,
     Scalar,
     StateHome,
     ValuesHome,
@@ -52,7 +52,7 @@ Rows = Sequence[tuple[str, tuple[int, ...], int]]  # name, shape, optimizer grou
 
 
 @dataclass(frozen=True)
-class Share:
+class ModelShare:
     """What this rank has of a whole model.
 
     Attributes:
@@ -68,7 +68,7 @@ class Share:
         return self.placements[local].name
 
 
-def share_of(sharding: Sharding) -> Share:
+def share_of(sharding: Sharding) -> ModelShare:
     """The whole model's table, and this rank's share. Collective over world where ranks have parts of a model.
 
     Raises:
@@ -77,7 +77,7 @@ def share_of(sharding: Sharding) -> Share:
     part, topology = part_of(sharding.model), sharding.topology
     if part is None and not has_parts(topology):
         placements = _placements(sharding, None)
-        return Share(_merged([_rows(sharding, placements)], _whole(sharding)), placements)
+        return ModelShare(_merged([_rows(sharding, placements)], _whole(sharding)), placements)
     with topology.agreed("look at this rank's part of the model"):
         placements = _placements(sharding, part)
         own = _rows(sharding, placements)
@@ -91,7 +91,7 @@ def share_of(sharding: Sharding) -> Share:
     with topology.agreed("put the tables of all stages together"):
         table = _merged(stages, part or _whole(sharding))
     _check_equal(sharding, table)
-    return Share(table, placements)
+    return ModelShare(table, placements)
 
 
 def has_parts(topology: Topology) -> bool:
@@ -316,7 +316,7 @@ class Inventory:
 
     only_trained = False  # whether the checkpoint has the trainable parameters alone
 
-    def __init__(self, sharding: Sharding, share: Share) -> None:
+    def __init__(self, sharding: Sharding, share: ModelShare) -> None:
         """See ``create``."""
         self._sharding, self.plan, self._share = sharding, sharding.plan, share
         alone = self.only_trained
@@ -347,13 +347,13 @@ class Inventory:
         check_cover(sharding.topology, found.table, held)
         return found
 
-    def _runs(self, pieces: Sequence[Piece]) -> tuple[EvenRuns, EvenRuns]:
+    def _runs(self, pieces: Sequence[ParameterPiece]) -> tuple[EvenRuns, EvenRuns]:
         """Where they lie in the file, and the trainable ones, which come first there."""
         runs = EvenRuns.of([piece.in_file for piece in pieces])
         limit = self.table.trainable_numel
         return runs, runs.take(range(sum(piece.start < limit for piece in pieces)))
 
-    def _pieces_of(self, unit: Unit) -> Iterator[Piece]:
+    def _pieces_of(self, unit: Unit) -> Iterator[ParameterPiece]:
         """What this rank holds of ``unit``."""
         layout, topology = unit.spec.layout, self._sharding.topology
         index = topology.shard_index
@@ -370,7 +370,7 @@ class Inventory:
         """The whole parameter of a slot."""
         return self._places[self._share.name(unit.spec.layout.slots[position].name)]
 
-    def frozen_pieces(self) -> Iterator[tuple[Row, Piece]]:
+    def frozen_pieces(self) -> Iterator[tuple[Row, ParameterPiece]]:
         """What this rank saves of frozen parameters, each with the whole parameter."""
         for piece in self._saved:
             if not piece.unit.spec.trainable:
@@ -388,7 +388,7 @@ class Inventory:
 
     # --- values --------------------------------------------------------------------------------------------------
 
-    def values(self) -> Held:
+    def values(self) -> HeldElements:
         """(elements of ``held``,) fp32, in that order, read slice by slice."""
         return HeldPieces(self._saved, ValuesHome())
 
@@ -464,7 +464,7 @@ class Inventory:
 
         One unit's copy exists at a time.
         """
-        cuts: dict[Unit, list[tuple[Piece, int]]] = {
+        cuts: dict[Unit, list[tuple[ParameterPiece, int]]] = {
             unit: [] for unit in self.units if unit.spec.trainable or not trainable
         }
         start = 0
@@ -519,14 +519,16 @@ class Inventory:
                 averages = averages_of(self._sharding, unit, position)
                 yield row, {**state, **averages} if averages else state, shard.numel()
 
-    def elements(self, key: str) -> Held:
+    def elements(self, key: str) -> HeldElements:
         """(elements of ``held_trainable``,) fp32 of one elementwise state, read slice by slice; zero where none is."""
         pieces = self._saved[
             : len(self.held_trainable)
         ]  # the trainable ones come first in the file
         return HeldPieces(pieces, StateHome(key, self._states_by_piece()))
 
-    def _states_by_piece(self, *, new: bool = False) -> Callable[[Piece], MutableMapping[Any, Any]]:
+    def _states_by_piece(
+        self, *, new: bool = False
+    ) -> Callable[[ParameterPiece], MutableMapping[Any, Any]]:
         """What is in memory of the state of a piece; with ``new`` it is made if there is none."""
         shards = {
             (unit, position): shard
@@ -535,7 +537,7 @@ class Inventory:
             for position, shard in unit.owned_shards()
         }
 
-        def state_of(piece: Piece) -> MutableMapping[Any, Any]:
+        def state_of(piece: ParameterPiece) -> MutableMapping[Any, Any]:
             shard = shards[piece.unit, piece.position]
             states = self._state_of(piece.unit, piece.position)
             if new:

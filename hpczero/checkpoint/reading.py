@@ -39,12 +39,12 @@ from hpczero.checkpoint.disk.folder import (
 from hpczero.checkpoint.disk.format import BUFFERS, NAMED, RNG, SEVERAL, Manifest, Row, Table
 from hpczero.checkpoint.disk.lines import homes
 from hpczero.checkpoint.disk.stored import check_content
-from hpczero.checkpoint.elements import Elements, SlabReader, Source, elements_of
+from hpczero.checkpoint.elements import Elements, ElementSource, SlabReader, elements_of
 from hpczero.checkpoint.exchange import EvenRuns
 from hpczero.checkpoint.inventory import Inventory, TrainedInventory, names_in
 from hpczero.checkpoint.snapshot import Base, expand
 from hpczero.checkpoint.states import (
-    Kept,
+    KeptBuffer,
     buffers_of,
     fits,
     loaded_extra,
@@ -237,7 +237,9 @@ def match_streams(manifest: Manifest, path: Path) -> None:
             )
 
 
-def match_buffers(manifest: Manifest, sharding: Sharding, kept: Sequence[Kept], path: Path) -> None:
+def match_buffers(
+    manifest: Manifest, sharding: Sharding, kept: Sequence[KeptBuffer], path: Path
+) -> None:
     """Refuse other buffers.
 
     Args:
@@ -418,7 +420,7 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     if base is not None:
         _check_base(base, sharding, path)
     reader = SlabReader(path, manifest, topology)
-    source = Source(
+    source = ElementSource(
         path,
         reader,
         manifest.table,

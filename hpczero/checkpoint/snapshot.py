@@ -11,6 +11,7 @@ import platform
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,11 @@ from hpczero.checkpoint.disk.format import (
     is_text,
 )
 from hpczero.checkpoint.exchange import EvenRuns
-from hpczero.checkpoint.held import Held, HeldPieces, Piece, ValuesHome
+from hpczero.checkpoint.held import HeldElements, HeldPieces, ParameterPiece, ValuesHome
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.states import (
     STATES,
-    Kept,
+    KeptBuffer,
     buffers_of,
     check_equal,
     extra_text,
@@ -157,7 +158,7 @@ class Base:
         return True
 
 
-def _chunks(piece: Piece) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], Tensor]]:
+def _chunks(piece: ParameterPiece) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], Tensor]]:
     """Places in the file, (n,) int64, and fp32 values (n,), of some elements after the other."""
     held = HeldPieces([piece], ValuesHome())
     entry = piece.in_file
@@ -183,7 +184,7 @@ def _some(names: list[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """What this rank brings to one dataset.
 
     Attributes:
@@ -194,7 +195,7 @@ class Part:
 
     dataset: Dataset
     held: EvenRuns
-    values: Callable[[], Held]
+    values: Callable[[], HeldElements]
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ class Snapshot:
     step: int
     world_size: int
     table: Table
-    parts: tuple[Part, ...]
+    parts: tuple[DatasetPart, ...]
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -225,7 +226,7 @@ class Snapshot:
         parts = []
         for part in self.parts:
             values = part.values()[0 : part.held.numel]
-            parts.append(Part(part.dataset, part.held, lambda values=values: values))  # type: ignore[misc]
+            parts.append(DatasetPart(part.dataset, part.held, lambda values=values: values))  # type: ignore[misc]
         return Snapshot(self.step, self.world_size, self.table, tuple(parts), self.meta)
 
 
@@ -277,14 +278,15 @@ def take(
 
     table = inventory.table
     parts = [
-        Part(Dataset.of(MASTER, "<f4", table.numel, slab_nbytes), inventory.held, inventory.values)
+        DatasetPart(
+            Dataset.of(MASTER, "<f4", table.numel, slab_nbytes), inventory.held, inventory.values
+        )
     ]
     for key in kinds:
         if kinds[key] == "elements":
             dataset = Dataset.of(STATE + key, "<f4", table.trainable_numel, slab_nbytes)
-            parts.append(
-                Part(dataset, inventory.held_trainable, lambda key=key: inventory.elements(key))  # type: ignore[misc]
-            )
+            lengths = inventory.held_trainable
+            parts.append(DatasetPart(dataset, lengths, partial(inventory.elements, key)))
     meta: dict[str, Any] = {}
     with topology.agreed("put the snapshot together"):
         if scalars is not None:
@@ -298,7 +300,9 @@ def take(
         else np.empty(0, dtype=np.uint8)
     )
     parts.append(
-        Part(Dataset.of(RNG, "|u1", topology.size * row, slab_nbytes), root_only, lambda: rng_bytes)
+        DatasetPart(
+            Dataset.of(RNG, "|u1", topology.size * row, slab_nbytes), root_only, lambda: rng_bytes
+        )
     )
     if topology.is_root:
         meta.update(
@@ -333,7 +337,7 @@ def _check_step(sharding: Sharding, step: int) -> None:
             )
 
 
-def _check_names(buffers: Sequence[Kept], table: Table, kinds: Mapping[str, str]) -> None:
+def _check_names(buffers: Sequence[KeptBuffer], table: Table, kinds: Mapping[str, str]) -> None:
     """Refuse names that cannot be written to a file."""
     names = [("parameter", row.name) for row in table.rows]
     names += [("buffer", buffer.name) for buffer in buffers]
@@ -417,7 +421,9 @@ def expand(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return dict.fromkeys(names, values["*"]) if set(values) == {"*"} else dict(values)
 
 
-def _buffers_part(sharding: Sharding, buffers: Sequence[Kept], slab_nbytes: int) -> Part:
+def _buffers_part(
+    sharding: Sharding, buffers: Sequence[KeptBuffer], slab_nbytes: int
+) -> DatasetPart:
     """Persistent buffers of all stages, each from the first rank of its stage."""
     ends = np.cumsum([0, *(kept.nbytes for kept in buffers)], dtype=np.int64).tolist()
     named = named_buffers(sharding.model)
@@ -432,7 +438,7 @@ def _buffers_part(sharding: Sharding, buffers: Sequence[Kept], slab_nbytes: int)
         return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     held = EvenRuns.of([(start, start + kept.nbytes) for kept, start in places])
-    return Part(Dataset.of(BUFFERS, "|u1", ends[-1], slab_nbytes), held, values)
+    return DatasetPart(Dataset.of(BUFFERS, "|u1", ends[-1], slab_nbytes), held, values)
 
 
 def _provenance() -> dict[str, Any]:

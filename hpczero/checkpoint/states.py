@@ -425,7 +425,7 @@ def _unpack(state: Bytes) -> tuple[npt.NDArray[np.uint32], bool, float]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptBuffer:
     """One persistent buffer.
 
     Attributes:
@@ -448,7 +448,7 @@ class Kept:
         return prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
 
 
-def buffers_of(sharding: Sharding) -> list[Kept]:
+def buffers_of(sharding: Sharding) -> list[KeptBuffer]:
     """Of all stages, in the order of the whole model, each once. Collective over world where there are stages.
 
     Raises:
@@ -470,20 +470,20 @@ def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): buffer for name, buffer in model.named_buffers()}
 
 
-def speaks_for(topology: Topology, kept: Kept) -> bool:
+def speaks_for(topology: Topology, kept: KeptBuffer) -> bool:
     """Whether this rank saves a buffer: it is the first of the stage."""
     stage, *others = topology.mesh.coordinates(topology.rank)
     return stage == kept.stage and not any(others)
 
 
-def _own(sharding: Sharding, stage: int) -> list[Kept]:
+def _own(sharding: Sharding, stage: int) -> list[KeptBuffer]:
     known = {id(buffer) for buffer in sharding.buffers}
     names: dict[int, list[str]] = {}
     for name, buffer in sharding.model.named_buffers(remove_duplicate=False):
         if id(buffer) in known:
             names.setdefault(id(buffer), []).append(plain_name(name))
     return [
-        Kept(
+        KeptBuffer(
             name,
             tuple(names[id(buffer)]),
             str(buffer.dtype).removeprefix("torch."),
@@ -495,7 +495,7 @@ def _own(sharding: Sharding, stage: int) -> list[Kept]:
     ]
 
 
-def _merged(stages: Sequence[Sequence[Kept]], names: Sequence[str]) -> list[Kept]:
+def _merged(stages: Sequence[Sequence[KeptBuffer]], names: Sequence[str]) -> list[KeptBuffer]:
     """Each once, where its module's parameters come in ``names``: a stage may have blocks 0 and 2.
 
     Raises:
@@ -505,7 +505,7 @@ def _merged(stages: Sequence[Sequence[Kept]], names: Sequence[str]) -> list[Kept
     for index, name in enumerate(names):
         for prefix in _prefixes(name):
             first.setdefault(prefix, index)
-    found: dict[str, tuple[int, Kept]] = {}
+    found: dict[str, tuple[int, KeptBuffer]] = {}
     for stage in stages:
         at = 0  # its own order is that of the whole model
         for kept in stage:

@@ -39,8 +39,8 @@ from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, Manifest, digest
 from hpczero.checkpoint.disk.lines import strangers
 from hpczero.checkpoint.disk.rawfile import rest_digest, start_writeback, write_at, write_direct
-from hpczero.checkpoint.exchange import Exchange
-from hpczero.checkpoint.snapshot import Part, Snapshot
+from hpczero.checkpoint.exchange import DatasetExchange
+from hpczero.checkpoint.snapshot import DatasetPart, Snapshot
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError, is_out_of_memory
 from hpczero.files.direct import filesystem_of, open_direct
 from hpczero.job.topology import Topology, before_finalize
@@ -58,7 +58,7 @@ _begun: set[threading.Event] = set()  # the ends of all writes under way
 _left: list[threading.Event] = []  # the ends of writes that nobody waits for
 
 
-class Background:
+class BackgroundWrite:
     """One write on a thread, over a communicator of its own."""
 
     def __init__(self, topology: Topology) -> None:
@@ -499,7 +499,7 @@ def _manifest(snapshot: Snapshot, state: Path, written: list[Dataset]) -> Manife
 
 
 def _write_parts(
-    parts: list[Part],
+    parts: list[DatasetPart],
     path: Path,
     topology: Topology,
     kind: type[Writer],
@@ -521,7 +521,7 @@ def _write_parts(
             dataset = part.dataset
             with _stage(topology, f"read {dataset.name} out of the model"):
                 held = part.values()
-            exchange = Exchange(topology.world.comm, topology.watchdog, part.held)
+            exchange = DatasetExchange(topology.world.comm, topology.watchdog, part.held)
             digests: list[str] = []
             for windows in exchange.rounds(dataset):
                 window = windows[topology.rank]

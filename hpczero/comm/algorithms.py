@@ -235,7 +235,7 @@ MOST_SEEN = 2**14
 
 
 @dataclass(slots=True)
-class Step:
+class MessageStep:
     """Messages that start together.
 
     Attributes:
@@ -264,13 +264,13 @@ class Standing:
         """
         self._most = most
         self._most_seen = most_seen
-        self._kept: dict[Hashable, list[Step]] = {}  # the latest is last
+        self._kept: dict[Hashable, list[MessageStep]] = {}  # the latest is last
         self._used: dict[Hashable, int] = {}  # of those that are kept: by number of the call
         self._seen: dict[int, int] = {}  # of others: hash of the key, number of the call
         self._calls = 0
         self._requests = 0
 
-    def get(self, key: Hashable) -> list[Step] | None:
+    def get(self, key: Hashable) -> list[MessageStep] | None:
         """Requests of the call ``key``; None if they are not there. Once for each call."""
         self._calls += 1
         found = self._kept.pop(key, None)
@@ -308,7 +308,7 @@ class Standing:
             excess -= sum(len(step.requests) for step in steps)
         return gone
 
-    def keep(self, key: Hashable, steps: list[Step], gone: list[Hashable]) -> None:
+    def keep(self, key: Hashable, steps: list[MessageStep], gone: list[Hashable]) -> None:
         """Keep the requests of one more call, and free those of ``gone``, which must be complete."""
         for other in gone:
             self._drop(other)
@@ -352,10 +352,10 @@ class _Steps:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._under_way: deque[Step] = deque()
+        self._under_way: deque[MessageStep] = deque()
         self._standing = Standing()
 
-    def of(self, send: Blocks, receive: Blocks, *, own: bool) -> list[Step]:
+    def of(self, send: Blocks, receive: Blocks, *, own: bool) -> list[MessageStep]:
         """Requests of one round.
 
         Args:
@@ -379,7 +379,7 @@ class _Steps:
 
     def _step(
         self, send: Blocks, receive: Blocks, own: bool, distances: range, stands: bool
-    ) -> Step:
+    ) -> MessageStep:
         comm, rank, size = self._comm, self._comm.rank, self._comm.size
         requests: list[MPI.Prequest] = []
         outgoing = send.block(rank) if own else None
@@ -388,9 +388,9 @@ class _Steps:
             leaves = outgoing or send.block(target)
             requests.append(comm.Recv_init([receive.block(source), MPI.BYTE], source))
             requests.append(comm.Send_init([leaves, MPI.BYTE], target))
-        return Step(requests, stands)
+        return MessageStep(requests, stands)
 
-    def start(self, step: Step) -> None:
+    def start(self, step: MessageStep) -> None:
         """Begin one more, and let the oldest end before if enough are under way."""
         self.wait(left=IN_FLIGHT - 1)
         if any(step is other for other in self._under_way):  # the same memory again

@@ -125,7 +125,7 @@ _MPI_LIBRARY = re.compile(r"(/\S*/libmpi(?:ch)?(?:_\w+)?\.so[\w.]*)$", re.MULTIL
 
 
 @dataclass(frozen=True)
-class Claim:
+class LibraryClaim:
     """What an MPI library says of itself.
 
     Attributes:
@@ -154,7 +154,7 @@ def reach_of(accelerator: Accelerator, group: Group) -> Reach:
 
 
 def decide(
-    wish: bool | None, said: Claim, trial: Callable[[], tuple[bool, str]]
+    wish: bool | None, said: LibraryClaim, trial: Callable[[], tuple[bool, str]]
 ) -> tuple[bool, str]:
     """Answer the questions in order; also says why. Not collective.
 
@@ -171,7 +171,7 @@ def decide(
     return works, f"{said.reason}, and {result}"
 
 
-def claim() -> Claim:
+def claim() -> LibraryClaim:
     """Ask the library, first by the standard's question, then by its makers' own. Not collective."""
     libraries = _loaded_libraries()
     return claim_of(_memory_kinds(), query_cuda_support(libraries), os.environ, libraries)
@@ -179,7 +179,7 @@ def claim() -> Claim:
 
 def claim_of(
     kinds: str, support: bool | None, variables: Mapping[str, str], libraries: str
-) -> Claim:
+) -> LibraryClaim:
     """What all answers say together. A list of kinds without CUDA is no denial: see below.
 
     Args:
@@ -189,17 +189,17 @@ def claim_of(
         libraries: text of /proc/self/maps.
     """
     if "cuda" in [kind.strip().partition(":")[0] for kind in kinds.split(",")]:
-        return Claim(True, f"MPI says it takes memory of kinds {kinds}")
+        return LibraryClaim(True, f"MPI says it takes memory of kinds {kinds}")
     if support is not None:
-        return Claim(support, f"MPIX_Query_cuda_support says {int(support)}")
+        return LibraryClaim(support, f"MPIX_Query_cuda_support says {int(support)}")
     found = environment_claim(variables, libraries)
     if found.aware is None and kinds:
         # MPI 4.1 lets a library list the kinds that were asked for; MPICH with CUDA lists "mpi,system" unasked.
-        return Claim(None, f"{found.reason}: its memory kinds are {kinds}")
+        return LibraryClaim(None, f"{found.reason}: its memory kinds are {kinds}")
     return found
 
 
-def environment_claim(variables: Mapping[str, str], libraries: str) -> Claim:
+def environment_claim(variables: Mapping[str, str], libraries: str) -> LibraryClaim:
     """What environment variables and loaded libraries tell of MPICH, MVAPICH and their relatives.
 
     Args:
@@ -208,11 +208,13 @@ def environment_claim(variables: Mapping[str, str], libraries: str) -> Claim:
     """
     if "libmpi_gtl_cuda" in libraries:
         on = variables.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
-        return Claim(on, f"libmpi_gtl_cuda is loaded and MPICH_GPU_SUPPORT_ENABLED is {int(on)}")
+        return LibraryClaim(
+            on, f"libmpi_gtl_cuda is loaded and MPICH_GPU_SUPPORT_ENABLED is {int(on)}"
+        )
     for name in ("MV2_USE_CUDA", "PSP_CUDA", "I_MPI_OFFLOAD"):
         if variables.get(name, "0") not in ("", "0"):
-            return Claim(True, f"{name}={variables[name]}")
-    return Claim(None, "nothing says that this MPI takes device memory")
+            return LibraryClaim(True, f"{name}={variables[name]}")
+    return LibraryClaim(None, "nothing says that this MPI takes device memory")
 
 
 def _memory_kinds() -> str:

@@ -12,7 +12,7 @@ from typing import get_args
 import torch
 from mpi4py import MPI
 
-from hpczero.accelerator import Accelerator, Attached, Export, HostAccelerator
+from hpczero.accelerator import Accelerator, Attached, HostAccelerator, MemoryExport
 from hpczero.comm.awareness import reach_of
 from hpczero.comm.background import can_run_in_background
 from hpczero.comm.collectives import Collectives, shard_group
@@ -212,7 +212,7 @@ def _automatic(group: Group, accelerator: Accelerator) -> str:
 
 def _export_problem(group: Group, accelerator: Accelerator) -> str:
     """Why ranks of some node cannot read each other's device memory; empty if they can. Collective over world."""
-    block: Export | None = None
+    block: MemoryExport | None = None
     attached: list[Attached] = []
     try:
         with group.agreed("export device memory"):

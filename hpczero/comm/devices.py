@@ -55,7 +55,7 @@ class StagedGather(Gather):
         self._inner = inner
         self._accelerator = accelerator
         self._down, self._up = accelerator.lane(), accelerator.lane()
-        self._slots = _Slots(accelerator, SLOTS)
+        self._slots = _PinnedSlots(accelerator, SLOTS)
 
     @override
     def __call__(self, blocks: Blocks, *, round_nbytes: int = CHUNK_BYTES) -> None:
@@ -109,7 +109,7 @@ class StagedExchange(Exchange):
         self._accelerator = accelerator
         self._down, self._up = accelerator.lane(), accelerator.lane()
         # Of two calls in turn: the one before is not complete when the next begins.
-        self._sent, self._received = _Slots(accelerator, 2), _Slots(accelerator, 2)
+        self._sent, self._received = _PinnedSlots(accelerator, 2), _PinnedSlots(accelerator, 2)
         self._turn = 0
         self._complete: Callable[[], None] = lambda: None
 
@@ -164,7 +164,7 @@ def _copy(lane: Lane, into: Blocks, source: Blocks, first: int, count: int) -> N
         lane.copy(into.view(index), source.view(index))
 
 
-class _Slots:
+class _PinnedSlots:
     """Pinned buffers, each with the mark behind its last reader. They grow to the largest need."""
 
     def __init__(self, accelerator: Accelerator, count: int) -> None:
@@ -393,7 +393,7 @@ class _DirectExchange(Exchange):
 IN_FLIGHT = 2  # steps that MPI knows of at a time, as of ``algorithms.pairwise``
 
 
-class Line:
+class StepsUnderWay:
     """Steps under way, oldest first. Between two ranks messages arrive in the order in which they were sent.
 
     Attributes:

@@ -28,7 +28,7 @@ from hpczero.comm.background import Background
 from hpczero.comm.calls import Work
 from hpczero.comm.collectives import Collectives, SecondaryCopy, shard_group
 from hpczero.comm.devices import Reach
-from hpczero.comm.inside import IN_TURN, Messages, NodeLevel, Parts
+from hpczero.comm.inside import IN_TURN, MessageLevel, NodeLevel, Parts
 from hpczero.comm.peers import Ipc
 from hpczero.comm.rails import DEFAULT, BetweenLevel, Rails, Selection
 from hpczero.comm.window import Window
@@ -212,7 +212,7 @@ class Hierarchical(Collectives):
         )
 
     def _messages_inside(self, node: MPI.Intracomm) -> NodeLevel:
-        return Messages(node, self.memory, chunk_nbytes=self._chunk_nbytes, reach=self.reach)
+        return MessageLevel(node, self.memory, chunk_nbytes=self._chunk_nbytes, reach=self.reach)
 
     def _level(
         self, inside: Inside, group: Group, messages: NodeLevel, *, shares_wholes: bool

@@ -95,7 +95,7 @@ class NodeLevel(ABC):
         """Free everything but the memory of buffers."""
 
 
-class Messages(NodeLevel):
+class MessageLevel(NodeLevel):
     """Private buffers and MPI messages."""
 
     title = "messages"
@@ -409,7 +409,7 @@ class Ground(ABC):
         return
 
 
-class Place:
+class BufferPlace:
     """Some bytes of this rank's part that one gradient at a time may hold.
 
     Attributes:
@@ -444,7 +444,7 @@ class GradientBuffer(Buffer):
         keep: bool,
     ) -> None:
         self.tensor = lasting(0, dtype, places.device)
-        self.place: Place | None = None
+        self.place: BufferPlace | None = None
         self.keeps = keep
         self._places = places
         self._numel = numel
@@ -516,9 +516,9 @@ class Places:
         self._memory = memory
         self._wait_until_read = wait_until_read
         self._buffers: list[GradientBuffer] = []
-        self._places: list[Place] = []
-        self._spare: Place | None = None
-        self._by_address: dict[int, Place] = {}
+        self._places: list[BufferPlace] = []
+        self._spare: BufferPlace | None = None
+        self._by_address: dict[int, BufferPlace] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype, *, category: str, keep: bool) -> Buffer:
         """A buffer whose memory comes later. Equal on all ranks of the node.
@@ -549,8 +549,8 @@ class Places:
             self._spare = self._append(rest)
         return self.nbytes
 
-    def _append(self, buffers: Sequence[GradientBuffer]) -> Place:
-        place = Place(self.nbytes, max((_pages(b.nbytes) for b in buffers), default=0))
+    def _append(self, buffers: Sequence[GradientBuffer]) -> BufferPlace:
+        place = BufferPlace(self.nbytes, max((_pages(b.nbytes) for b in buffers), default=0))
         place.is_kept = any(buffer.keeps for buffer in buffers)
         self._places.append(place)
         self.nbytes += place.nbytes
@@ -572,7 +572,7 @@ class Places:
         for buffer in self._buffers:
             buffer.tensor = torch.empty(0, dtype=buffer.tensor.dtype, device=self.device)
 
-    def view(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
+    def view(self, place: BufferPlace, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of ``dtype`` in this rank's ``place``; no copy."""
         return self.view_of(self._rank, place.start, numel, dtype)
 
@@ -581,7 +581,7 @@ class Places:
         assert self._ground is not None, "laid out"
         return self._ground.part(rank)[start : start + numel * dtype.itemsize].view(dtype)
 
-    def take(self, place: Place, nbytes: int) -> None:
+    def take(self, place: BufferPlace, nbytes: int) -> None:
         """Hold ``place`` and have memory behind it. Its last readers have read it on return."""
         assert self._ground is not None, "laid out"
         if place.claimed < nbytes:

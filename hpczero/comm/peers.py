@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.accelerator import Accelerator, Attached, Export
+from hpczero.accelerator import Accelerator, Attached, MemoryExport
 from hpczero.comm.inside import Counters, Ground, NodeLevel, Parts, Places
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Buffer, Memory, Use
@@ -222,7 +222,7 @@ class Ipc(NodeLevel):
         self._part_nbytes: list[int] = []
         self._place_nbytes = 0
         self._first_place = 0
-        self._block: Export | None = None
+        self._block: MemoryExport | None = None
         self._attached: list[Attached] = []
         self._parts: list[Tensor] = []
         self._counters: Counters | None = None

@@ -38,7 +38,7 @@ from hpczero.plan.footprint import ROUND_BYTES, gather_round, rail_chunk, rail_t
 
 
 @dataclass(frozen=True)
-class Choice:
+class AlgorithmChoice:
     """What serves blocks of one size and above, up to the next choice.
 
     Attributes:
@@ -71,8 +71,8 @@ class Selection:
         origin: where the choices come from, in words.
     """
 
-    gathers: tuple[Choice, ...]
-    exchanges: tuple[Choice, ...]
+    gathers: tuple[AlgorithmChoice, ...]
+    exchanges: tuple[AlgorithmChoice, ...]
     origin: str = "not measured"
 
     def __post_init__(self) -> None:
@@ -81,11 +81,11 @@ class Selection:
             if not starts or starts[0] != 0 or starts != sorted(set(starts)):
                 raise ValueError(f"choices must rise from size 0, got {starts}")
 
-    def gather_for(self, nbytes: int) -> Choice:
+    def gather_for(self, nbytes: int) -> AlgorithmChoice:
         """Choice for an all-gather of shards of ``nbytes``."""
         return _at(self.gathers, nbytes)
 
-    def exchange_for(self, nbytes: int) -> Choice:
+    def exchange_for(self, nbytes: int) -> AlgorithmChoice:
         """Choice for a reduce-scatter with partial sums of ``nbytes``."""
         return _at(self.exchanges, nbytes)
 
@@ -106,7 +106,7 @@ class Selection:
         """
         chosen = {"all_gather": DEFAULT.gathers[0], "reduce_scatter": DEFAULT.exchanges[0]}
         for operation, algorithm in named_algorithms(text).items():
-            chosen[operation] = Choice(algorithm)
+            chosen[operation] = AlgorithmChoice(algorithm)
         return cls((chosen["all_gather"],), (chosen["reduce_scatter"],), origin="given")
 
     def describe(self) -> str:
@@ -153,7 +153,8 @@ class Selection:
         """
         try:
             gathers, exchanges = (
-                tuple(Choice(**row) for row in value[name]) for name in ("gathers", "exchanges")
+                tuple(AlgorithmChoice(**row) for row in value[name])
+                for name in ("gathers", "exchanges")
             )
             known = all(c.algorithm in ALGORITHMS["all_gather"] for c in gathers) and all(
                 c.algorithm in ALGORITHMS["reduce_scatter"] for c in exchanges
@@ -166,7 +167,7 @@ class Selection:
 
 
 # Between emulated hosts these come closest to the bound of the links (docs/performance.md).
-DEFAULT = Selection((Choice("pairwise"),), (Choice("pairwise"),))
+DEFAULT = Selection((AlgorithmChoice("pairwise"),), (AlgorithmChoice("pairwise"),))
 
 
 def candidate_name(algorithm: str, chunk_nbytes: int) -> str:
@@ -186,11 +187,11 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes / 2**10:.3g} KiB"
 
 
-def _at(choices: Sequence[Choice], nbytes: int) -> Choice:
+def _at(choices: Sequence[AlgorithmChoice], nbytes: int) -> AlgorithmChoice:
     return next(choice for choice in reversed(choices) if choice.from_nbytes <= nbytes)
 
 
-def _line(choices: Sequence[Choice]) -> str:
+def _line(choices: Sequence[AlgorithmChoice]) -> str:
     words = [choices[0].name]
     for before, choice in itertools.pairwise(choices):
         if choice.name != before.name:

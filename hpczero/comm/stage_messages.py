@@ -124,7 +124,7 @@ class MessageStats:
         self.messages, self.sent_nbytes, self.waited_s = 0, 0, 0.0
 
 
-class _Form(NamedTuple):
+class _MessageForm(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -132,7 +132,7 @@ class _Form(NamedTuple):
         return f"{tuple(self.shape)} {self.dtype}"
 
 
-class _Sent(NamedTuple):
+class _SentMessage(NamedTuple):
     requests: list[MPI.Request]
     memory: object  # of MPI until the requests are complete
     text: str
@@ -165,10 +165,10 @@ class StageMessages:
         self._group = group
         self._reach = reach or HostReach()
         self._pieces = group.size * chunks
-        self._forms: dict[int, _Form] = {}  # by boundary, of this step
+        self._forms: dict[int, _MessageForm] = {}  # by boundary, of this step
         self._coming: dict[int, tuple[list[MPI.Request], np.ndarray]] = {}  # forms, by boundary
         self._posted: dict[Message, _Posted] = {}
-        self._sent: list[_Sent] = []
+        self._sent: list[_SentMessage] = []
         self._settings = 0
         most = group.comm.Get_attr(MPI.TAG_UB)
         self._turns = max((int(most or 32767) + 1) // (KINDS * (self._pieces + 1)), 1)
@@ -199,7 +199,7 @@ class StageMessages:
             StepError: its shape or dtype is not that of the first micro-batch of this step, or cannot be sent.
         """
         self.progress()
-        self._tell_form(message, _Form(data.dtype, tuple(data.shape)))
+        self._tell_form(message, _MessageForm(data.dtype, tuple(data.shape)))
         memory = self._reach.outgoing(data)
         requests = [
             self._group.comm.Isend(
@@ -207,11 +207,11 @@ class StageMessages:
             )
             for block in _blocks(memory)
         ]
-        self._sent.append(_Sent(requests, memory, self._text(message, sends=True)))
+        self._sent.append(_SentMessage(requests, memory, self._text(message, sends=True)))
         self.stats.messages += 1
         self.stats.sent_nbytes += data.numel() * data.element_size()
 
-    def _tell_form(self, message: Message, form: _Form) -> None:
+    def _tell_form(self, message: Message, form: _MessageForm) -> None:
         """Send the form with the first activation; refuse another one afterwards."""
         known = self._forms.get(message.boundary)
         where = self._text(message, sends=True)
@@ -234,7 +234,7 @@ class StageMessages:
         request = self._group.comm.Isend(
             [words, MPI.INT64_T], self._stage(message.piece), self._tag(message, form=True)
         )
-        self._sent.append(_Sent([request], words, where))
+        self._sent.append(_SentMessage([request], words, where))
 
     def progress(self) -> None:
         """Let go of what is delivered. MPI libraries also move messages only while they are called."""
@@ -304,7 +304,9 @@ class StageMessages:
                 "another number of micro-batches, another schedule or for another purpose (step, evaluate) than stage "
                 f"{self._group.rank}; make the same calls with the same options on all stages"
             )
-        self._forms[message.boundary] = _Form(DTYPES[dtype], tuple(words[3 : 3 + dims].tolist()))
+        self._forms[message.boundary] = _MessageForm(
+            DTYPES[dtype], tuple(words[3 : 3 + dims].tolist())
+        )
 
     # --- between the first and the last stage, and among all -----------------------------------------------------
 

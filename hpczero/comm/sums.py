@@ -26,7 +26,7 @@ from hpczero.errors import CommError
 from hpczero.job.group import Group
 
 
-class Call(NamedTuple):
+class SumCall(NamedTuple):
     """What a rank tells the others of its call.
 
     Attributes:
@@ -59,7 +59,7 @@ class Path(ABC):
         unit = 64 * group.size
         self.room_nbytes = max(1, -(-room_nbytes // unit)) * unit
 
-    def gather(self, own: Tensor, call: Call, say: Callable[[], str]) -> Gathered:
+    def gather(self, own: Tensor, call: SumCall, say: Callable[[], str]) -> Gathered:
         """What every rank brings. Collective over the group.
 
         The rows may lie in memory of others. Read them before the next exchange.
@@ -90,7 +90,7 @@ class Path(ABC):
                 into[start : start + room].copy_(row)
         return Gathered(full, lengths)
 
-    def swap(self, parts: Sequence[Tensor], call: Call, say: Callable[[], str]) -> list[Tensor]:
+    def swap(self, parts: Sequence[Tensor], call: SumCall, say: Callable[[], str]) -> list[Tensor]:
         """What every rank has brought for this one. Collective over the group.
 
         Args:
@@ -122,12 +122,12 @@ class Path(ABC):
     def _exchange(
         self,
         parts: Sequence[Tensor],
-        call: Call,
+        call: SumCall,
         say: Callable[[], str],
         *,
         whole: bool,
         start: int = 0,
-    ) -> tuple[list[Call], list[Tensor]]:
+    ) -> tuple[list[SumCall], list[Tensor]]:
         """One exchange: what every rank says of its call, and what it has brought for this rank, flat.
 
         Args:
@@ -146,7 +146,7 @@ class Path(ABC):
     def close(self) -> None:
         """Give memory and communicators back. Collective over the group."""
 
-    def _check(self, calls: Sequence[Call], say: Callable[[], str]) -> None:
+    def _check(self, calls: Sequence[SumCall], say: Callable[[], str]) -> None:
         """Raise if ranks are in different calls. All see the same ``calls``, so all raise."""
         kinds = [call.kind for call in calls]
         if len(set(kinds)) == 1:
@@ -171,7 +171,7 @@ class Gathered(NamedTuple):
 
     Attributes:
         rows: what each rank brought, flat.
-        lengths: ``Call.length`` of each rank.
+        lengths: ``SumCall.length`` of each rank.
     """
 
     rows: list[Tensor]
@@ -183,7 +183,7 @@ def kind_of(*facts: object) -> int:
     return zlib.crc32(repr(facts).encode())
 
 
-def found_numel(call: Call, own: int, room: int, start: int, *, whole: bool) -> int:
+def found_numel(call: SumCall, own: int, room: int, start: int, *, whole: bool) -> int:
     """Elements that a rank with ``call`` has brought to an exchange for this rank."""
     return min(max(call.numel - start, 0), room) if whole else own
 
@@ -222,7 +222,7 @@ def give_values(group: Group, tensor: Tensor) -> None:
 MESSAGE_NBYTES = 32 * 2**20
 
 
-class Messages(Path):
+class MessagePath(Path):
     """Ranks that send each other what they bring."""
 
     def __init__(self, group: Group, *, room_nbytes: int = MESSAGE_NBYTES) -> None:
@@ -238,16 +238,16 @@ class Messages(Path):
     def _exchange(
         self,
         parts: Sequence[Tensor],
-        call: Call,
+        call: SumCall,
         say: Callable[[], str],
         *,
         whole: bool,
         start: int = 0,
-    ) -> tuple[list[Call], list[Tensor]]:
+    ) -> tuple[list[SumCall], list[Tensor]]:
         group, dtype, device = self.group, parts[0].dtype, parts[0].device
         found = np.empty((group.size, len(call)), dtype=np.int64)
         group.comm.Allgather(np.array(call, dtype=np.int64), found)
-        calls = [Call(*row) for row in found.tolist()]
+        calls = [SumCall(*row) for row in found.tolist()]
         self._check(calls, say)
         room = (self.room_nbytes if whole else self.room_nbytes // group.size) // dtype.itemsize
         own = parts[0 if whole else group.rank].numel()
@@ -346,10 +346,10 @@ HALVES = 2
 ROOM_NBYTES = 8 * 2**20
 # Columns of the counters: exchanges, then what a rank says of its call, for each half.
 EXCHANGES, SAID = range(2)
-COLUMNS = SAID + HALVES * len(Call._fields)
+COLUMNS = SAID + HALVES * len(SumCall._fields)
 
 
-class Shared(Path):
+class SharedPath(Path):
     """Ranks of one node that read each other's memory."""
 
     def __init__(
@@ -391,12 +391,12 @@ class Shared(Path):
     def _exchange(
         self,
         parts: Sequence[Tensor],
-        call: Call,
+        call: SumCall,
         say: Callable[[], str],
         *,
         whole: bool,
         start: int = 0,
-    ) -> tuple[list[Call], list[Tensor]]:
+    ) -> tuple[list[SumCall], list[Tensor]]:
         group, counters, dtype = self.group, self._counters, parts[0].dtype
         room = self.room_nbytes if whole else self.room_nbytes // group.size
         self._exchanges = number = self._exchanges + 1
@@ -415,7 +415,9 @@ class Shared(Path):
         self._bell.publish(number)
         self._bell.wait(number)
         calls = [
-            Call(*(counters.read(rank, place_of) for place_of in range(column, column + len(call))))
+            SumCall(
+                *(counters.read(rank, place_of) for place_of in range(column, column + len(call)))
+            )
             for rank in range(group.size)
         ]
         self._check(calls, say)
@@ -522,17 +524,17 @@ class Sums:
         with self._call("all_reduce", tensor) as (path, kind, say):
             nbytes = tensor.numel() * tensor.element_size()
             if nbytes <= WHOLE_NBYTES or (self.size == 2 and nbytes <= path.room_nbytes):
-                return self._sum_of_all(path, tensor, Call(kind, tensor.numel()), say)
+                return self._sum_of_all(path, tensor, SumCall(kind, tensor.numel()), say)
             flat = tensor.reshape(-1)
             out = torch.empty_like(flat)
             room = path.room_nbytes // tensor.element_size()
             for piece, into in zip(torch.split(flat, room), torch.split(out, room), strict=True):
-                call = Call(kind, piece.numel())
+                call = SumCall(kind, piece.numel())
                 if self.size == 2:
                     self._sum_of_all(path, piece, call, say, into)
                     continue
                 mine = self._sum_of_parts(path, piece.tensor_split(self.size), call, say)
-                gathered = path.gather(mine, Call(kind, mine.numel()), say)
+                gathered = path.gather(mine, SumCall(kind, mine.numel()), say)
                 torch.cat(gathered.rows, out=into)
                 self._count("all_reduce", mine, to=self.size - 1)
             return out.view(tensor.shape)
@@ -555,7 +557,7 @@ class Sums:
         self._check_dtype("reduce_scatter", tensor)
         with self._call("reduce_scatter", tensor, dim) as (path, kind, say):
             parts = tensor.tensor_split(self.size, dim)
-            summed = self._sum_of_parts(path, parts, Call(kind), say)
+            summed = self._sum_of_parts(path, parts, SumCall(kind), say)
             return summed.view(parts[self.rank].shape)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
@@ -574,7 +576,7 @@ class Sums:
         length, shape[dim] = shape[dim], -1
         with self._call("all_gather", tensor, dim, shape=shape) as (path, kind, say):
             self._count("all_gather", tensor, to=self.size - 1)
-            found = path.gather(tensor, Call(kind, tensor.numel(), length), say)
+            found = path.gather(tensor, SumCall(kind, tensor.numel(), length), say)
             rows = []
             for row, other in zip(found.rows, found.lengths, strict=True):
                 shape[dim] = other
@@ -607,7 +609,7 @@ class Sums:
             parts = tensor.chunk(self.size, scatter_dim)
             shape = parts[0].shape
             self._count("all_to_all", parts[0], to=self.size - 1)
-            rows = path.swap(parts, Call(kind), say)
+            rows = path.swap(parts, SumCall(kind), say)
             return torch.cat([row.view(shape) for row in rows], gather_dim)
 
     def maximum(self, tensor: Tensor) -> Tensor:
@@ -623,7 +625,7 @@ class Sums:
             return tensor
         with self._call("maximum", tensor) as (path, kind, say):
             self._count("maximum", tensor, to=self.size - 1)
-            rows = path.gather(tensor, Call(kind, tensor.numel()), say).rows
+            rows = path.gather(tensor, SumCall(kind, tensor.numel()), say).rows
             most = torch.maximum(rows[0], rows[1])
             for row in rows[2:]:
                 torch.maximum(most, row, out=most)
@@ -700,7 +702,7 @@ class Sums:
         self,
         path: Path,
         tensor: Tensor,
-        call: Call,
+        call: SumCall,
         say: Callable[[], str],
         into: Tensor | None = None,
     ) -> Tensor:
@@ -710,7 +712,7 @@ class Sums:
         return in_rank_order(rows, into).view(tensor.shape)
 
     def _sum_of_parts(
-        self, path: Path, parts: Sequence[Tensor], call: Call, say: Callable[[], str]
+        self, path: Path, parts: Sequence[Tensor], call: SumCall, say: Callable[[], str]
     ) -> Tensor:
         """The sum of own parts, flat."""
         verb = "all_reduce" if call.numel else "reduce_scatter"
@@ -767,8 +769,8 @@ def best_path(group: Group, device: torch.device) -> Path:
         ConfigError: the device is neither cpu nor cuda.
     """
     if group.num_nodes == 1:
-        return Shared(group, accelerator_of(device))
-    return Messages(group)
+        return SharedPath(group, accelerator_of(device))
+    return MessagePath(group)
 
 
 __all__ = ["Sums", "give_values", "sums_over"]

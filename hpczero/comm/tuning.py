@@ -31,7 +31,7 @@ from mpi4py import MPI
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
 from hpczero.comm.devices import HostReach, Reach
-from hpczero.comm.rails import DEFAULT, Choice, Rails, Selection, boundary, candidate_name
+from hpczero.comm.rails import DEFAULT, AlgorithmChoice, Rails, Selection, boundary, candidate_name
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Memory
 from hpczero.options.environment import Environment
@@ -107,7 +107,9 @@ class Sample:
         operation()
         self.reach.accelerator.finish()
 
-    def candidates(self, default: Choice, kinds: Sequence[Choice]) -> tuple[Choice, ...]:
+    def candidates(
+        self, default: AlgorithmChoice, kinds: Sequence[AlgorithmChoice]
+    ) -> tuple[AlgorithmChoice, ...]:
         """The default and all others that differ, in rounds as long as this memory wants them."""
         least = 1 if self.reach.accelerator.is_host else DEVICE_ROUND_BYTES
         every = [
@@ -223,7 +225,9 @@ class Candidates:
     """
 
     def __init__(
-        self, choices: tuple[Choice, ...], trial: Callable[[Choice, int], Iterator[Trial]]
+        self,
+        choices: tuple[AlgorithmChoice, ...],
+        trial: Callable[[AlgorithmChoice, int], Iterator[Trial]],
     ) -> None:
         self.choices = choices
         self.trial = contextmanager(trial)
@@ -233,14 +237,14 @@ def _gather_trials(sample: Sample) -> Candidates:
     choices = sample.candidates(
         DEFAULT.gathers[0],
         [
-            Choice(kind.name, chunk)
+            AlgorithmChoice(kind.name, chunk)
             for kind in GATHERS
             if sample.fits(kind)
             for chunk in (CHUNKS[kind.name] if kind.in_rounds else (ROUND_BYTES,))
         ],
     )
 
-    def trial(choice: Choice, nbytes: int) -> Iterator[Trial]:
+    def trial(choice: AlgorithmChoice, nbytes: int) -> Iterator[Trial]:
         rails = sample.rails(torch.float32, Selection((choice,), DEFAULT.exchanges))
         blocks = sample.ones(sample.comm.size * nbytes, torch.uint8)
         yield partial(sample.until_done, partial(rails.gather, blocks, nbytes))
@@ -253,14 +257,14 @@ def _exchange_trials(sample: Sample, node_dtype: torch.dtype) -> Candidates:
     choices = sample.candidates(
         DEFAULT.exchanges[0],
         [
-            Choice(kind.name, chunk)
+            AlgorithmChoice(kind.name, chunk)
             for kind in EXCHANGES
             if sample.fits(kind)
             for chunk in CHUNKS[kind.name]
         ],
     )
 
-    def trial(choice: Choice, nbytes: int) -> Iterator[Trial]:
+    def trial(choice: AlgorithmChoice, nbytes: int) -> Iterator[Trial]:
         rails = sample.rails(node_dtype, Selection(DEFAULT.gathers, (choice,)))
         numel = nbytes // node_dtype.itemsize
         whole = sample.ones(sample.comm.size * numel, torch.float32)
@@ -279,11 +283,13 @@ def _exchange_trials(sample: Sample, node_dtype: torch.dtype) -> Candidates:
 # --- measurement -----------------------------------------------------------------------------------------------------
 
 
-def _measure(group: Group, candidates: Candidates, *, budget_s: float) -> tuple[Choice, ...]:
+def _measure(
+    group: Group, candidates: Candidates, *, budget_s: float
+) -> tuple[AlgorithmChoice, ...]:
     """The choice at every size that the budget allows. Collective; see [Note: Measuring]."""
     left_s, running, default = budget_s, list(candidates.choices), candidates.choices[0]
-    chosen: list[Choice] = []
-    before: dict[Choice, float] = {}
+    chosen: list[AlgorithmChoice] = []
+    before: dict[AlgorithmChoice, float] = {}
     for index, nbytes in enumerate(SIZES):
         here = _that_differ(running, nbytes)
         from_nbytes = boundary(SIZES[index - 1], nbytes) if index else 0
@@ -298,7 +304,7 @@ def _measure(group: Group, candidates: Candidates, *, budget_s: float) -> tuple[
                 if not speaks or min(before.values()) > FAR_BETTER * before[default]:
                     chosen.append(replace(default, from_nbytes=from_nbytes))
                 break
-        times: dict[Choice, float] = {}
+        times: dict[AlgorithmChoice, float] = {}
         for choice in here:
             times[choice], spent = _time(group, candidates, choice, nbytes, runs)
             left_s -= spent
@@ -306,7 +312,7 @@ def _measure(group: Group, candidates: Candidates, *, budget_s: float) -> tuple[
         if default in times and times[best] > MARGIN * times[default]:
             best = default
         chosen.append(
-            Choice(
+            AlgorithmChoice(
                 best.algorithm,
                 best.chunk_nbytes,
                 from_nbytes=from_nbytes,
@@ -319,7 +325,7 @@ def _measure(group: Group, candidates: Candidates, *, budget_s: float) -> tuple[
     return tuple(chosen)
 
 
-def _that_differ(choices: list[Choice], nbytes: int) -> list[Choice]:
+def _that_differ(choices: list[AlgorithmChoice], nbytes: int) -> list[AlgorithmChoice]:
     """Choices without those that do the same as an earlier one at this size.
 
     A block that is short enough is one round.
@@ -331,7 +337,7 @@ def _that_differ(choices: list[Choice], nbytes: int) -> list[Choice]:
 
 
 def _time(
-    group: Group, candidates: Candidates, choice: Choice, nbytes: int, runs: int
+    group: Group, candidates: Candidates, choice: AlgorithmChoice, nbytes: int, runs: int
 ) -> tuple[float, float]:
     """Seconds of the fastest run on the slowest rank, and of all runs together. Collective; equal on all ranks."""
     began = time.perf_counter()

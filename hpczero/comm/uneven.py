@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.comm.algorithms import CHUNK_BYTES, steps
-from hpczero.comm.devices import HostReach, Line, Reach
+from hpczero.comm.devices import HostReach, Reach, StepsUnderWay
 from hpczero.comm.hierarchical import Hierarchical, Inside
 from hpczero.comm.inside import NodeLevel, Parts
 from hpczero.comm.rails import DEFAULT, BetweenLevel, Selection, sum_of_node, sum_of_nodes
@@ -49,7 +49,7 @@ from hpczero.plan.footprint import (
 # node ask for elements anywhere, each for others, so each tells the others first what it asks for.
 
 
-class Pieces(NodeLevel):
+class UnevenMessages(NodeLevel):
     """Private buffers and MPI messages, on nodes with different numbers of ranks."""
 
     title = "messages"
@@ -77,7 +77,7 @@ class Pieces(NodeLevel):
         super().__init__(node, memory, device=reach.accelerator.device)
         self._carriers = carriers
         self._chunk_nbytes = chunk_nbytes
-        self._line = Line(node, reach)
+        self._line = StepsUnderWay(node, reach)
         self._received = Scratch(memory, category="exchange", device=self.device)
 
     def _brought(self, local: int, shard_numel: int) -> list[tuple[int, int]]:
@@ -192,7 +192,7 @@ class Carried(BetweenLevel):
         self._chunk_nbytes = chunk_nbytes
         reach = reach or HostReach()
         self._scratch = Scratch(memory, category="exchange", device=reach.accelerator.device)
-        self._gathers, self._reductions = Line(comm, reach), Line(comm, reach)
+        self._gathers, self._reductions = StepsUnderWay(comm, reach), StepsUnderWay(comm, reach)
         self._mine = lru_cache(REMEMBERED)(partial(carriers.carried, carriers.local))
         self._takers = lru_cache(REMEMBERED)(carriers.takers)
         self._most_pieces = lru_cache(REMEMBERED)(carriers.most_pieces)
@@ -390,7 +390,7 @@ class Uneven(Hierarchical):
 
     @override
     def _messages_inside(self, node: MPI.Intracomm) -> NodeLevel:
-        return Pieces(
+        return UnevenMessages(
             node,
             self.memory,
             carriers=self._carriers,

@@ -60,7 +60,7 @@ POPULATE = 0x8000  # mman.h: the same on all Linux but Alpha, MIPS and PA-RISC
 
 
 @dataclass(frozen=True)
-class Slot:
+class WindowSlot:
     """A range of the file.
 
     Attributes:
@@ -72,13 +72,15 @@ class Slot:
     fresh: bool
 
 
-class Slots:
+class WindowSlots:
     """Which buffer has which range of ``segment``. One rank of a node keeps this book."""
 
     def __init__(self, segment: Segment) -> None:
         """``segment`` has room for all buffers at once; not collective."""
         self._segment = segment
-        self._taken: dict[int, tuple[Slot, int]] = {}  # number of the buffer: its range and bytes
+        self._taken: dict[
+            int, tuple[WindowSlot, int]
+        ] = {}  # number of the buffer: its range and bytes
         self._kept: dict[int, int] = {}  # begin of a range that nobody has: bytes; the oldest first
         self._bare: defaultdict[int, list[int]] = defaultdict(list)  # bytes: begins without pages
         self._end = 0
@@ -91,7 +93,7 @@ class Slots:
         """Bytes of all ranges that have pages."""
         return self._used + sum(self._kept.values())
 
-    def take(self, number: int, nbytes: int) -> Slot:
+    def take(self, number: int, nbytes: int) -> WindowSlot:
         """The range of buffer ``number``: the one that it has, or one of the same size that nobody has.
 
         One that it has is as fresh as it was: a rank may hear of the second take first, and has brought no pages then.
@@ -104,10 +106,10 @@ class Slots:
         self._most = max(self._most, self._used)
         if kept is not None:
             del self._kept[kept]
-            slot = Slot(kept, fresh=False)
+            slot = WindowSlot(kept, fresh=False)
         else:
             self._keep(max(self._most, self._most_before))
-            slot = Slot(self._new(nbytes), fresh=True)
+            slot = WindowSlot(self._new(nbytes), fresh=True)
         self._taken[number] = slot, nbytes
         return slot
 
@@ -152,7 +154,7 @@ class Addresses:
         self._address = whole.data_ptr()  # of no bytes torch has no address
         self._begin: int | None = None
 
-    def show(self, file: int, slot: Slot) -> None:
+    def show(self, file: int, slot: WindowSlot) -> None:
         """Put the range of ``file`` behind the addresses; nothing if it is there.
 
         Raises:
@@ -257,7 +259,7 @@ class Passing:
         self._taken: set[int] = set()  # numbers of those that have a slot, as the first rank knows
         self._counters: Counters | None = None
         self.segment: Segment | None = None
-        self._slots: Slots | None = None  # of the first rank
+        self._slots: WindowSlots | None = None  # of the first rank
 
     @property
     def ranks(self) -> int:
@@ -290,7 +292,7 @@ class Passing:
             what = f"{nbytes:,} bytes of parameters"
             self.segment = Segment.create(self._node, nbytes, what, mapped=False)
         if self._node.rank == 0:
-            self._slots = Slots(self.segment)
+            self._slots = WindowSlots(self.segment)
 
     def close(self) -> None:
         """The counters go."""
@@ -310,7 +312,7 @@ class Passing:
             begin = slot.begin + self._node.rank * part
             self.segment.claim(begin, min(begin + part, slot.begin + buffer.whole_nbytes))
 
-    def _slot(self, buffer: PassingBuffer) -> Slot:
+    def _slot(self, buffer: PassingBuffer) -> WindowSlot:
         counters = self._counters
         assert counters is not None, "settled"
         column = self._column(buffer.number, PLACE)
@@ -351,13 +353,13 @@ class Passing:
         return self._first + COLUMNS * number + which
 
 
-def _told(generation: int, slot: Slot) -> int:
+def _told(generation: int, slot: WindowSlot) -> int:
     """A number that only grows with the generation."""
     return generation << GENERATION | FRESH * slot.fresh | slot.begin // PAGE
 
 
-def _heard(told: int) -> Slot:
-    return Slot((told & (FRESH - 1)) * PAGE, fresh=bool(told & FRESH))
+def _heard(told: int) -> WindowSlot:
+    return WindowSlot((told & (FRESH - 1)) * PAGE, fresh=bool(told & FRESH))
 
 
 # Columns of the counters: arrivals at spread, those of gradients, then those of whole parameters that pass.

@@ -31,7 +31,7 @@ ROWS = (".arrow", ".parquet")  # how files of rows end; as text their bytes mean
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
-class Block(NamedTuple):
+class TextBlock(NamedTuple):
     """A piece of a document: where it begins, its bytes, and their digest (xxh3, 64 bits)."""
 
     offset: int
@@ -57,7 +57,7 @@ class Text(NamedTuple):
     is_whole: bool = False
 
 
-class Measured(Protocol):
+class HasLength(Protocol):
     """Something with a length in bytes."""
 
     @property
@@ -66,7 +66,7 @@ class Measured(Protocol):
         ...
 
 
-class Source(Protocol):
+class TextSource(Protocol):
     """Text of a corpus, in one file: one document, or several."""
 
     @property
@@ -85,7 +85,7 @@ class Source(Protocol):
         ...
 
     @property
-    def table(self) -> Sequence[Measured]:
+    def table(self) -> Sequence[HasLength]:
         """Its blocks."""
         ...
 
@@ -112,7 +112,7 @@ class Document:
     path: Path
     nbytes: int
     digest: bytes
-    table: tuple[Block, ...]
+    table: tuple[TextBlock, ...]
 
     def block(self, index: int) -> bytes:
         """The bytes of one block.
@@ -157,7 +157,7 @@ class Corpus:
     Files are shuffled by the hash of their contents; rows of data sets stay as they are.
     """
 
-    documents: tuple[Source, ...]
+    documents: tuple[TextSource, ...]
 
     @classmethod
     def of_paths(
@@ -329,7 +329,7 @@ def _hashing(path: Path, progress: Progress, into: list[tuple[Path, Document]]) 
     digest, nbytes, table = hashlib.sha256(), 0, []
     for block in _blocks(path):
         digest.update(block)
-        table.append(Block(nbytes, len(block), xxhash.xxh3_64_intdigest(block)))
+        table.append(TextBlock(nbytes, len(block), xxhash.xxh3_64_intdigest(block)))
         nbytes += len(block)
         progress.advance(len(block))
         yield

@@ -274,7 +274,7 @@ class ResumableLoader:
         # A generator of its own: the loader would draw from that of the program, once more in a resumed run.
         self._loader: DataLoader[Any] = DataLoader(
             keyed,
-            batch_sampler=_Rest(self),
+            batch_sampler=_LoaderState(self),
             generator=torch.Generator().manual_seed(seed),
             **options,
         )
@@ -391,7 +391,7 @@ class ResumableLoader:
         )
 
 
-class _Rest:
+class _LoaderState:
     """What torch's loader and its workers read ahead from."""
 
     def __init__(self, loader: ResumableLoader) -> None:
@@ -421,7 +421,7 @@ PASSED_OVER = re.compile(r"__[^/]*__($|/)")
 
 
 @dataclass(frozen=True)
-class Shard:
+class TarShard:
     """One tar file.
 
     Attributes:
@@ -446,7 +446,7 @@ class TarShards(Dataset[Any]):
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[TarShard],
         decode: Callable[[dict[str, Any]], Any] = dict,
     ) -> None:
         self._shards = list(shards)
@@ -488,7 +488,7 @@ class TarShards(Dataset[Any]):
                 raise DataError(f"got the path {paths}, expected a list of paths")
             files = [Path(path) for path in paths]
         _check_alike(files, team)
-        mine: list[tuple[int, Shard]] = []
+        mine: list[tuple[int, TarShard]] = []
 
         def steps() -> Iterator[None]:
             for number in range(team.rank, len(files), team.size):
@@ -558,7 +558,7 @@ def _check_alike(paths: Sequence[Path], team: Team) -> None:
                 )
 
 
-def _indexed(path: Path, number: int, into: list[tuple[int, Shard]]) -> Iterator[None]:
+def _indexed(path: Path, number: int, into: list[tuple[int, TarShard]]) -> Iterator[None]:
     """Read the headers of a tar file, in steps; then it is the last ``into``."""
     samples: list[tuple[str, list[tuple[str, int, int]]]] = []
     try:
@@ -585,7 +585,7 @@ def _indexed(path: Path, number: int, into: list[tuple[int, Shard]]) -> Iterator
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({reason(error)})") from error
     found = tuple((key, tuple(files)) for key, files in samples)
-    into.append((number, Shard(path, nbytes, found)))
+    into.append((number, TarShard(path, nbytes, found)))
     yield
 
 

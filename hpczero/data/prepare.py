@@ -25,7 +25,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from hpczero.data.appendix import FORMAT, LINE_NBYTES
-from hpczero.data.corpus import Corpus, Source
+from hpczero.data.corpus import Corpus, TextSource
 from hpczero.data.team import Alone, Team
 from hpczero.data.token_writer import TRAIN, VALIDATION, Ids, TokenWriter, create
 from hpczero.data.tokenize import (
@@ -55,7 +55,7 @@ UNIT_NBYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Text of one split.
 
     Attributes:
@@ -78,7 +78,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockPlace:
     """One block of a corpus, not read yet.
 
     Attributes:
@@ -87,7 +87,7 @@ class Place:
         position: where it begins in all text of the corpus.
     """
 
-    document: Source
+    document: TextSource
     index: int
     position: int
 
@@ -96,7 +96,7 @@ class Place:
         """Length of the block."""
         return self.document.table[self.index].nbytes
 
-    def pieces(self, cut: int) -> Iterator[Piece]:
+    def pieces(self, cut: int) -> Iterator[TextPiece]:
         """The block, read; two pieces where byte ``cut`` of the corpus lies in it ([Note: The held-out split])."""
         position = self.position
         for text in self.document.texts(self.index):
@@ -107,25 +107,25 @@ class Place:
             training, held_out = text.text[:head], text.text[head:]
             position += len(text.text)
             if training:
-                yield Piece(
+                yield TextPiece(
                     source, text.offset, training, False, text.ends_document and not held_out
                 )
             if held_out:
-                yield Piece(source, text.offset + head, held_out, True, text.ends_document)
+                yield TextPiece(source, text.offset + head, held_out, True, text.ends_document)
 
 
-def places(corpus: Corpus) -> Iterator[Place]:
+def places(corpus: Corpus) -> Iterator[BlockPlace]:
     """All blocks in order."""
     position = 0
     for document in corpus.documents:
         for index, block in enumerate(document.table):
-            yield Place(document, index, position)
+            yield BlockPlace(document, index, position)
             position += block.nbytes
 
 
-def units(corpus: Corpus) -> Iterator[list[Place]]:
+def units(corpus: Corpus) -> Iterator[list[BlockPlace]]:
     """Neighbouring blocks, of ``UNIT_NBYTES`` or a little more together: what a rank tokenizes at a time."""
-    unit: list[Place] = []
+    unit: list[BlockPlace] = []
     nbytes = 0
     for place in places(corpus):
         unit.append(place)
@@ -137,7 +137,7 @@ def units(corpus: Corpus) -> Iterator[list[Place]]:
         yield unit
 
 
-def spread(blocks: Iterable[Place], cut: int, nbytes: int) -> Iterator[Place]:
+def spread(blocks: Iterable[BlockPlace], cut: int, nbytes: int) -> Iterator[BlockPlace]:
     """About ``nbytes`` of the training split, in whole blocks at even distances; all of it if it has no more.
 
     Args:
@@ -154,13 +154,15 @@ def spread(blocks: Iterable[Place], cut: int, nbytes: int) -> Iterator[Place]:
             yield place
 
 
-def pieces(blocks: Iterable[Place], cut: int) -> Iterator[Piece]:
+def pieces(blocks: Iterable[BlockPlace], cut: int) -> Iterator[TextPiece]:
     """The text of ``blocks`` in order, with no piece across the cut."""
     for place in blocks:
         yield from place.pieces(cut)
 
 
-def small_pieces(blocks: Iterable[Place], cut: int, tokenizer: Tokenizer) -> Iterator[Piece]:
+def small_pieces(
+    blocks: Iterable[BlockPlace], cut: int, tokenizer: Tokenizer
+) -> Iterator[TextPiece]:
     """``pieces``, as small as the tokenizer likes them.
 
     Raises:
@@ -174,7 +176,7 @@ def small_pieces(blocks: Iterable[Place], cut: int, tokenizer: Tokenizer) -> Ite
         offset = piece.offset
         for index, part in enumerate(parts, start=1):
             ends_document = piece.ends_document and index == len(parts)
-            yield Piece(piece.source, offset, part, piece.held_out, ends_document)
+            yield TextPiece(piece.source, offset, part, piece.held_out, ends_document)
             offset += len(part)
 
 
@@ -348,7 +350,7 @@ def prepare(
         create(out, chosen, corpus.digest, check, team) as writer,
     ):
 
-        def encoded(unit: list[Place]) -> list[_Encoded]:
+        def encoded(unit: list[BlockPlace]) -> list[_Encoded]:
             return [*_encoded(unit, cut, chosen, writer, progress)]
 
         mine = islice(units(corpus), team.rank, None, team.size)
@@ -374,7 +376,7 @@ class _Encoded:
 
 
 def _encoded(
-    unit: list[Place], cut: int, tokenizer: Tokenizer, writer: TokenWriter, progress: Progress
+    unit: list[BlockPlace], cut: int, tokenizer: Tokenizer, writer: TokenWriter, progress: Progress
 ) -> Iterator[_Encoded]:
     """The tokens of ``unit``, piece by piece, with a separator where a document ends."""
     separator = writer.checked(np.array([tokenizer.separator]), TRAIN)
@@ -406,7 +408,7 @@ def _learnt(
 ) -> BPETokenizer:
     """A tokenizer of the training split, or of as much of it as ``most_nbytes``."""
     told = False
-    current = Piece("", 0, b"", False, False)  # that is learned from
+    current = TextPiece("", 0, b"", False, False)  # that is learned from
 
     def tell() -> None:
         nonlocal told
@@ -518,9 +520,9 @@ def token_file(options: DataOptions, progress: Progress) -> Path:
     return path
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
     """Several pieces together if they are short, as documents may be."""
-    batch: list[Piece] = []
+    batch: list[TextPiece] = []
     nbytes = 0
     for piece in pieces:
         batch.append(piece)

@@ -47,7 +47,7 @@ class RowBlock(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class FileRows:
     """One part of a file.
 
     Attributes:
@@ -128,7 +128,7 @@ def corpus_of(
                 listed += [(path, part) for part in range(len(file.starts) - 1)]
                 team.progress.advance()
     listed = team.all_gather_lists(listed)[0]
-    mine: list[tuple[int, Rows]] = []
+    mine: list[tuple[int, FileRows]] = []
 
     def steps() -> Iterator[None]:
         for number in range(team.rank, len(listed), team.size):
@@ -184,7 +184,7 @@ def _files(paths: Sequence[Path], split: str | None) -> Iterator[Path]:
 
 
 def _hashing(
-    path: Path, part: int, column: str, number: int, into: list[tuple[int, Rows]]
+    path: Path, part: int, column: str, number: int, into: list[tuple[int, FileRows]]
 ) -> Iterator[None]:
     """Hash a part, in steps of a block. It is then the last ``into``."""
     file = _opened(path)
@@ -206,7 +206,7 @@ def _hashing(
         first += taken
         yield
     nbytes = sum(each.nbytes for each in table)
-    rows = Rows(path, column, part, file.nbytes, nbytes, whole.digest(), tuple(table))
+    rows = FileRows(path, column, part, file.nbytes, nbytes, whole.digest(), tuple(table))
     into.append((number, rows))
     yield
 

@@ -200,8 +200,8 @@ SAMPLED_NBYTES = 2**20  # of each end of a file, for its fingerprint
 SAMPLES = 64
 
 
-class Flat:
-    """Tokens ``start`` to ``stop`` of a memory-mapped file; a ``Source`` of a split."""
+class FlatTokens:
+    """Tokens ``start`` to ``stop`` of a memory-mapped file; a ``MixtureSource`` of a split."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ def names_sources(path: str | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Source:
+class MixtureSource:
     """One of them.
 
     Attributes:
@@ -403,7 +403,7 @@ class Sources:
     """
 
     def __init__(
-        self, path: Path, tokenizer: Tokenizer, sources: list[Source], close: ExitStack
+        self, path: Path, tokenizer: Tokenizer, sources: list[MixtureSource], close: ExitStack
     ) -> None:
         self.path = path
         self.tokenizer = tokenizer
@@ -557,13 +557,15 @@ def _tokenizer(path: Path, files: list[TokenFile], stated: Mapping[str, Any]) ->
     return IdsTokenizer(size, separator)
 
 
-def _of_file(entry: Mapping[str, Any], file: TokenFile) -> Source:
+def _of_file(entry: Mapping[str, Any], file: TokenFile) -> MixtureSource:
     if wrong := [key for key in ("validation", "dtype") if key in entry]:
         raise DataError(f"{file.path}: a token file states its own {wrong[0]}; take it out")
-    return Source(file.path, entry.get("weight", 1), file.train, file.validation, file.fingerprint)
+    return MixtureSource(
+        file.path, entry.get("weight", 1), file.train, file.validation, file.fingerprint
+    )
 
 
-def _of_flat(path: Path, entry: Mapping[str, Any], vocab_size: int) -> Source:
+def _of_flat(path: Path, entry: Mapping[str, Any], vocab_size: int) -> MixtureSource:
     file = path.parent / entry["path"]
     ids = mapped(file, entry.get("dtype"))
     cut = len(ids)
@@ -571,14 +573,16 @@ def _of_flat(path: Path, entry: Mapping[str, Any], vocab_size: int) -> Source:
     validation = entry.get("validation")
     if validation is None:
         cut -= max(1, round(cut * HELD_OUT))
-        held_out = Flat(file, ids, cut, len(ids), vocab_size, identity)
+        held_out = FlatTokens(file, ids, cut, len(ids), vocab_size, identity)
     else:
         other = path.parent / validation
         found = mapped(other, entry.get("dtype"))
-        held_out = Flat(other, found, 0, len(found), vocab_size, fingerprint(other))
-    train = Flat(file, ids, 0, cut, vocab_size, identity)
+        held_out = FlatTokens(other, found, 0, len(found), vocab_size, fingerprint(other))
+    train = FlatTokens(file, ids, 0, cut, vocab_size, identity)
     said = f"{identity.hex()} {train.numel} {held_out.fingerprint.hex()} {held_out.numel}"
-    return Source(file, entry.get("weight", 1), Split(train, 0, 0), Split(held_out, 0, 0), said)
+    return MixtureSource(
+        file, entry.get("weight", 1), Split(train, 0, 0), Split(held_out, 0, 0), said
+    )
 
 
 __all__ = ["MixedBatches", "Sources", "Turns", "names_sources"]

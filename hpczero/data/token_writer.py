@@ -49,7 +49,7 @@ PAGE = 4096
 
 
 @dataclass(frozen=True)
-class Dataset:
+class TokenDataset:
     """The tokens of one split.
 
     Attributes:
@@ -77,7 +77,7 @@ class Structure:
 
 
 def structure_of(
-    dtype: np.dtype[Any], datasets: tuple[Dataset, ...], attributes: Mapping[str, str | int]
+    dtype: np.dtype[Any], datasets: tuple[TokenDataset, ...], attributes: Mapping[str, str | int]
 ) -> Structure:
     """The structures of a file.
 
@@ -88,7 +88,7 @@ def structure_of(
     """
     import h5py
 
-    memory, places = _Memory(), []
+    memory, places = _SparseFile(), []
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)
     settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -113,7 +113,9 @@ def structure_of(
 def places(dtype: np.dtype[Any], train_numel: int) -> tuple[int, ...]:
     """Where the tokens of each split begin, whatever comes later ([Note: Tokens before structures])."""
     counts = {"documents": 0, "text_nbytes": 0}
-    return structure_of(dtype, (Dataset(train_numel, counts), Dataset(1, counts)), {}).places
+    return structure_of(
+        dtype, (TokenDataset(train_numel, counts), TokenDataset(1, counts)), {}
+    ).places
 
 
 def check_places(found: Structure, expected: tuple[int, ...]) -> None:
@@ -131,7 +133,7 @@ def check_places(found: Structure, expected: tuple[int, ...]) -> None:
         )
 
 
-class _Memory(io.RawIOBase):
+class _SparseFile(io.RawIOBase):
     """A sparse file that keeps what is written to it."""
 
     def __init__(self) -> None:
@@ -440,7 +442,7 @@ def _complete(
 ) -> None:
     """Write HDF5's structures around the tokens, and the appendix."""
     datasets = tuple(
-        Dataset(part.numel, {"documents": part.documents, "text_nbytes": part.text_nbytes})
+        TokenDataset(part.numel, {"documents": part.documents, "text_nbytes": part.text_nbytes})
         for part in description.parts().values()
     )
     attributes: dict[str, str | int] = {

@@ -43,7 +43,7 @@ _REMEDY = "prepare it with `python -m hpczero.data prepare`"
 logger = logging.getLogger("hpczero.data")
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Where a split's tokens come from.
 
     Attributes:
@@ -71,7 +71,7 @@ class Split:
         text_nbytes: bytes of the text.
     """
 
-    def __init__(self, source: Source, documents: int, text_nbytes: int) -> None:
+    def __init__(self, source: TokenSource, documents: int, text_nbytes: int) -> None:
         self._source = source
         self.documents = documents
         self.text_nbytes = text_nbytes

@@ -21,7 +21,7 @@ from hpczero.run.starting.precheck import tell_start_aside
 
 
 @dataclass(frozen=True)
-class Options:
+class DoctorOptions:
     """How to examine.
 
     Attributes:
@@ -47,12 +47,12 @@ class Options:
 def main() -> int:
     """Print every finding on rank 0; 0 if training can work here, else 78. Collective over the world."""
     options = parse_command_line(
-        Options,
+        DoctorOptions,
         sys.argv[1:],
         prog="python -m hpczero.doctor",
         description="Examine MPI, launch, files and software; run it like the training run, e.g. under mpirun -n 4. "
         "Exit code 0: usable, 78: not usable, 86: a probe hung.",
-        default=Options(),
+        default=DoctorOptions(),
     )
     tell_start_aside("hpczero.doctor")
     findings = []
@@ -77,7 +77,7 @@ def main() -> int:
     return exit_code(findings)
 
 
-def _examine(options: Options) -> Iterator[Finding]:
+def _examine(options: DoctorOptions) -> Iterator[Finding]:
     """The examination, or the one finding that it cannot start."""
     try:
         # Here and not at the top: this import starts MPI, which --help and bad options must not do.

@@ -24,7 +24,7 @@ from hpczero.checkpoint.disk.folder import Folder, is_checkpoint, read_manifest
 from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.disk.lines import step_of
 from hpczero.errors import ConfigError, HpcZeroError, StepError
-from hpczero.job.messages import Exchange
+from hpczero.job.messages import ChunkedExchange
 from hpczero.job.topology import Topology
 
 KEY = "fabric"  # in ``extra``
@@ -33,7 +33,7 @@ KEY = "fabric"  # in ``extra``
 class FabricCheckpoint:
     """One path that a program saves to and loads from. Methods are collective over the world."""
 
-    def __init__(self, path: Path, exchange: Exchange) -> None:
+    def __init__(self, path: Path, exchange: ChunkedExchange) -> None:
         """Not collective."""
         self._path = path
         self._exchange = exchange
@@ -268,7 +268,7 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
                 "expected all; leave tensor, sequence and pipeline degrees out of the mesh"
             )
         self.cluster_environment = MpiRanks(self.topology)
-        self._exchange = Exchange(self.topology)
+        self._exchange = ChunkedExchange(self.topology)
         self._sharding = sharding
         self._dtype = "fp32"
         self._backward_sync_control = _BackwardSync()

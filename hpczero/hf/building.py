@@ -29,7 +29,7 @@ _BUILT = ("attn_implementation",)  # for the model, not for its configuration
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelChoice:
     """What a caller says of a model beside its folder.
 
     Attributes:
@@ -43,7 +43,7 @@ class Choice:
     trust_remote_code: bool = False
 
 
-def of_folder(path: Path, choice: Choice) -> Any:
+def of_folder(path: Path, choice: ModelChoice) -> Any:
     """The model of a folder with a config.json, in fp32, initialised by itself. Not collective.
 
     Raises:
@@ -65,7 +65,7 @@ def of_folder(path: Path, choice: Choice) -> Any:
     return model
 
 
-def config_and_class(path: Path, choice: Choice) -> tuple[Any, Any]:
+def config_and_class(path: Path, choice: ModelChoice) -> tuple[Any, Any]:
     """The configuration and the class of a folder's model. Not collective.
 
     Where the folder's own code is run, transformers copies it into its cache: one rank of a node comes first.
@@ -103,7 +103,7 @@ def config_and_class(path: Path, choice: Choice) -> tuple[Any, Any]:
     return config, choice.model_class or _named_class(library, path, config, choice)
 
 
-def _named_class(library: Any, path: Path, config: Any, choice: Choice) -> Any:
+def _named_class(library: Any, path: Path, config: Any, choice: ModelChoice) -> Any:
     listed = config.architectures
     named = listed[0] if isinstance(listed, list) and listed else listed
     own = (getattr(config, "auto_map", None) or {}) if choice.trust_remote_code else {}

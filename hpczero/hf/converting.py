@@ -93,7 +93,7 @@ class Assembly:
 
 
 @dataclass(frozen=True, eq=False)
-class Source(Assembly):
+class FileSource(Assembly):
     """A tensor of a file."""
 
     key: str
@@ -114,7 +114,7 @@ class _Stacked(Assembly):
 
 
 @dataclass(frozen=True, eq=False)
-class _Joined(Assembly):
+class _JoinedTensors(Assembly):
     parts: tuple[Assembly, ...]
     along: int
 
@@ -165,9 +165,9 @@ class _Transposed(Assembly):
 # --- ranges --------------------------------------------------------------------------------------------------------
 
 
-def source(key: str, shape: Sequence[int]) -> Source:
+def source(key: str, shape: Sequence[int]) -> FileSource:
     """A tensor of a file as an assembly."""
-    return Source(torch.Size(shape), key)
+    return FileSource(torch.Size(shape), key)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -234,7 +234,7 @@ def _cat(tensors: Sequence[Assembly], dim: int = 0) -> Assembly:
         raise ValueError(f"cat of shapes {[tuple(part.shape) for part in tensors]}")
     length = sum(part.shape[along] for part in tensors)
     shape = (*first[:along], length, *first[along + 1 :])
-    return _Joined(torch.Size(shape), tuple(tensors), along)
+    return _JoinedTensors(torch.Size(shape), tuple(tensors), along)
 
 
 def _chunk(tensor: Assembly, chunks: int, dim: int = 0) -> tuple[Assembly, ...]:
@@ -297,7 +297,7 @@ def _swapped(values: Sequence[Any], dim0: int, dim1: int) -> list[Any]:
 
 
 @dataclass
-class Group:
+class TensorGroup:
     """Tensors that are converted together.
 
     Attributes:

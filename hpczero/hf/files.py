@@ -22,7 +22,7 @@ from hpczero.checkpoint.disk.format import NAMED
 from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, tensor_digest
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
 from hpczero.files.regular import open_regular, parse_json, read_text, reason, shown
-from hpczero.hf.converting import Group
+from hpczero.hf.converting import TensorGroup
 from hpczero.hf.hub import conversion
 
 # RangeFile: one safetensors file of which any range of elements is read, by pread.
@@ -39,7 +39,7 @@ _DTYPES: dict[str, tuple[torch.dtype, int]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileTensor:
     """One tensor of a file.
 
     Attributes:
@@ -179,7 +179,7 @@ class RangeFile:
         self._read(header, 8)
         return 8 + nbytes, header.tobytes()
 
-    def _parsed(self, header: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
+    def _parsed(self, header: bytes) -> tuple[dict[str, str], dict[str, FileTensor]]:
         try:
             content = parse_json(header.decode("utf-8"))
         except ValueError as error:
@@ -206,7 +206,7 @@ class RangeFile:
             )
         return {str(k): str(v) for k, v in metadata.items()}, entries
 
-    def _entry(self, key: str, fields: Any) -> tuple[Entry, int]:
+    def _entry(self, key: str, fields: Any) -> tuple[FileTensor, int]:
         try:
             code, shape = str(fields["dtype"]), tuple(fields["shape"])
             begin, end = fields["data_offsets"]
@@ -219,7 +219,7 @@ class RangeFile:
             raise CheckpointError(
                 f"{self.path}: {key!r} is {code}, expected one of {', '.join(_DTYPES)}; convert it"
             )
-        entry = Entry(code, shape, self._begin + begin)
+        entry = FileTensor(code, shape, self._begin + begin)
         if end - begin != entry.numel * entry.itemsize:
             raise self._damaged(
                 f"{shown(key)} is {code} of shape {shape} and has {end - begin:,} bytes"
@@ -263,7 +263,7 @@ class WeightFolder:
             raise CheckpointError(
                 f"{path / INDEX}: {lost[0]!r}{more} in the index and in no file; fetch all files of the set again"
             )
-        self.entries: dict[str, Entry] = {
+        self.entries: dict[str, FileTensor] = {
             key: file.entries[key] for key, file in self._homes.items()
         }
 
@@ -365,7 +365,7 @@ class Matched:
 
     owners: dict[str, str]
     plain: dict[str, list[str]] = field(default_factory=dict)
-    converted: dict[str, tuple[Group, str]] = field(default_factory=dict)
+    converted: dict[str, tuple[TensorGroup, str]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
@@ -376,7 +376,7 @@ class Matched:
         return owner in self.plain or owner in self.converted
 
 
-def match(model: Any, entries: Mapping[str, Entry]) -> Matched:
+def match(model: Any, entries: Mapping[str, FileTensor]) -> Matched:
     """Compare a model with the tensors of a folder. Not collective.
 
     Args:
@@ -430,22 +430,22 @@ def _tensors(model: nn.Module, *, duplicates: bool = False) -> dict[str, Any]:
 
 
 def _placed(
-    model: Any, entries: Mapping[str, Entry], found: Matched, transforms: Sequence[Any]
-) -> list[Group]:
+    model: Any, entries: Mapping[str, FileTensor], found: Matched, transforms: Sequence[Any]
+) -> list[TensorGroup]:
     """Put each tensor to its parameter, or into a group that is converted."""
     kinds = conversion("WeightRenaming"), conversion("WeightConverter")
     renamings, converters = ([t for t in transforms if isinstance(t, kind)] for kind in kinds)
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     rename, order = conversion("rename_source_key"), conversion("dot_natural_key")
     state = model.state_dict()
-    groups: dict[str, Group] = {}
+    groups: dict[str, TensorGroup] = {}
     for key in sorted(entries, key=order):
         prefix = model.base_model_prefix
         name, pattern = rename(key, renamings, converters, prefix, state)
         if name not in state and key in state:  # it has its name already
             name, pattern = rename(key, [], [], prefix, state)
         if pattern is not None and name in state:
-            group = groups.setdefault(name, Group(name, by_pattern[pattern]))
+            group = groups.setdefault(name, TensorGroup(name, by_pattern[pattern]))
             group.sources.append((key, pattern))
         elif name in state and name in found.owners:
             found.plain.setdefault(found.owners[name], []).append(key)
@@ -455,7 +455,7 @@ def _placed(
 
 
 def _compare_shapes(
-    found: Matched, shapes: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry]
+    found: Matched, shapes: Mapping[str, tuple[int, ...]], entries: Mapping[str, FileTensor]
 ) -> None:
     there = {owner: entries[keys[0]].shape for owner, keys in found.plain.items()}
     there |= {owner: group.shapes[name] for owner, (group, name) in found.converted.items()}

@@ -23,7 +23,7 @@ from hpczero.checkpoint.disk.format import NAMED
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch, ConfigError, PlanError
 from hpczero.hf import building
-from hpczero.hf.building import Choice, config_and_class, of_folder
+from hpczero.hf.building import ModelChoice, config_and_class, of_folder
 from hpczero.hf.files import Matched, WeightFolder, match
 from hpczero.hf.hub import Hub, find, model_kind
 from hpczero.hf.weights import FolderWeights
@@ -133,7 +133,7 @@ def load(
     given = topology or Topology.of_world()
     try:
         path = find(name, hub or Hub(), given)
-        choice = Choice(model_class, changes, trust_remote_code)
+        choice = ModelChoice(model_class, changes, trust_remote_code)
         return _load(path, choice, given, _Rules(missing, ignore_mismatched_sizes), seed)
     finally:
         if topology is None:
@@ -149,7 +149,7 @@ class _Rules:
 
 
 def _load(
-    path: Path, choice: Choice, topology: Topology, rules: _Rules, seed: int
+    path: Path, choice: ModelChoice, topology: Topology, rules: _Rules, seed: int
 ) -> tuple[Any, FolderWeights]:
     if choice.trust_remote_code:
         for first in (topology.is_root, topology.local_rank == 0):
@@ -240,7 +240,7 @@ def _buffer(model: nn.Module, folder: WeightFolder, matched: Matched, owner: str
 
 def _tell(path: Path, model: Any, matched: Matched) -> None:
     """Name what the files lack and what they have too much, as far as the model says that it matters."""
-    report = _Report(set(matched.missing), set(matched.unexpected))
+    report = _KeyReport(set(matched.missing), set(matched.unexpected))
     model._adjust_missing_and_unexpected_keys(report)
     if report.missing_keys:
         logger.warning(
@@ -258,7 +258,7 @@ def _tell(path: Path, model: Any, matched: Matched) -> None:
         )
 
 
-class _Report:
+class _KeyReport:
     """What transformers adjusts by the keys that its models may lack or ignore."""
 
     def __init__(self, missing: set[str], unexpected: set[str]) -> None:

@@ -36,8 +36,8 @@ from hpczero.files.durable import Hidden, is_free
 from hpczero.files.regular import reason
 from hpczero.finetune.adapted import first_adapter
 from hpczero.hf import building
-from hpczero.hf.building import Choice, of_folder
-from hpczero.hf.converting import Group
+from hpczero.hf.building import ModelChoice, of_folder
+from hpczero.hf.converting import TensorGroup
 from hpczero.hf.files import INDEX, SINGLE, WeightFolder, match, owners_of
 from hpczero.hf.hub import conversion, model_kind
 from hpczero.memory.buffers import DTYPES
@@ -160,7 +160,7 @@ def _divided(tensors: Mapping[str, Tensor], most: int) -> dict[str, list[str]]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SavedTensors:
     """What some tensors of the model become.
 
     Attributes:
@@ -170,7 +170,7 @@ class Outcome:
         sources: names in the model.
     """
 
-    group: Group | None
+    group: TensorGroup | None
     names: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     sources: tuple[str, ...]
@@ -183,7 +183,7 @@ class Outcome:
         return {self.names[name]: value for name, value in found.items()}
 
 
-def way_back(model: Any, tensors: Mapping[str, Tensor]) -> list[Outcome]:
+def way_back(model: Any, tensors: Mapping[str, Tensor]) -> list[SavedTensors]:
     """What the tensors of a model become in its files. Not collective.
 
     Args:
@@ -200,15 +200,15 @@ def way_back(model: Any, tensors: Mapping[str, Tensor]) -> list[Outcome]:
     converters = [each for each in back if isinstance(each, converter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    found: list[Outcome] = []
-    groups: dict[str, Group] = {}
+    found: list[SavedTensors] = []
+    groups: dict[str, TensorGroup] = {}
     for name in sorted(tensors, key=conversion("dot_natural_key")):
         first, pattern = converted(name, converters)
         if pattern is None:
             key = renamed(name, renamings)
-            found.append(Outcome(None, {name: key}, {key: shapes[name]}, (name,)))
+            found.append(SavedTensors(None, {name: key}, {key: shapes[name]}, (name,)))
             continue
-        group = groups.setdefault(first, Group(first, copy.deepcopy(by_pattern[pattern])))
+        group = groups.setdefault(first, TensorGroup(first, copy.deepcopy(by_pattern[pattern])))
         group.sources.append((name, pattern))
     for group in groups.values():
         try:
@@ -220,7 +220,7 @@ def way_back(model: Any, tensors: Mapping[str, Tensor]) -> list[Outcome]:
             ) from error
         names = {name: renamed(name, renamings) for name in group.shapes}
         there = {names[name]: shape for name, shape in group.shapes.items()}
-        found.append(Outcome(group, names, there, tuple(name for name, _ in group.sources)))
+        found.append(SavedTensors(group, names, there, tuple(name for name, _ in group.sources)))
     _refuse_twice(found)
     return found
 
@@ -235,7 +235,7 @@ def _transforms(model: Any) -> list[Any]:
     return [each for each in every if not isinstance(each, prefixes)]
 
 
-def _refuse_twice(outcomes: list[Outcome]) -> None:
+def _refuse_twice(outcomes: list[SavedTensors]) -> None:
     seen: set[str] = set()
     for outcome in outcomes:
         for key in outcome.shapes:
@@ -298,10 +298,10 @@ def save_pretrained(
             raise ConfigError(f"shard_mib: got {shard_mib}, expected at least 1")
     state = StateByUnit(model)
     with ExitStack() as stack:
-        stream: Stream | None = None
+        stream: FolderStream | None = None
         with topology.agreed("begin the folder"):
             if state.tensors is not None:
-                stream = Stream(model, state.tensors, DTYPES[dtype])
+                stream = FolderStream(model, state.tensors, DTYPES[dtype])
                 stack.enter_context(stream.begin(Path(folder), shard_mib * 2**20))
         for found in state.units():
             with topology.agreed("write the weights"):
@@ -312,7 +312,7 @@ def save_pretrained(
                 stream.commit(lambda path: write_beside(model, path, DTYPES[dtype], tokenizer))
 
 
-class Stream:
+class FolderStream:
     """The tensors of a model on their way into a folder, in any order. One rank has it."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Any], dtype: torch.dtype) -> None:
@@ -378,7 +378,7 @@ class Stream:
         for key, value in outcome.convert(self._model, there).items():
             self._writer.put(key, cast(value, dtype, key))
 
-    def _dtype_of(self, outcome: Outcome) -> torch.dtype:
+    def _dtype_of(self, outcome: SavedTensors) -> torch.dtype:
         parts = [self._kept[source] for source in outcome.sources]
         return self._dtype if any(part.is_meta for part in parts) else parts[0].dtype
 
@@ -459,14 +459,14 @@ def export(
         )
     path, source = Path(checkpoint), Path(like)
     candidates = checkpoints_at(path)
-    choice = Choice(model_class, changes, trust_remote_code)
+    choice = ModelChoice(model_class, changes, trust_remote_code)
     model: Any = building.build(lambda: of_folder(source, choice), seed=0)
     if (source / SINGLE).exists() or (source / INDEX).exists():
         model._weight_conversions = match(model, WeightFolder(source).entries).transforms
 
     def write(stored: Stored) -> None:
         tensors = _tensors(stored, model)
-        stream = Stream(model, tensors, DTYPES[dtype])
+        stream = FolderStream(model, tensors, DTYPES[dtype])
         with stream.begin(Path(folder), shard_mib * 2**20):
             for pair in _parameters(stored, tensors):
                 stream.put([pair])

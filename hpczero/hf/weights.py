@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch, PlanError
-from hpczero.hf.converting import Assembly, Box, Group, boxes, runs
+from hpczero.hf.converting import Assembly, Box, TensorGroup, boxes, runs
 from hpczero.hf.files import Matched, WeightFolder
 
 # Origins: which parameter of a loaded model each parameter is, after a program has changed the model.
@@ -37,7 +37,7 @@ _PRODUCTS = (
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _ModuleOrigin:
     """On one module: what its own parameters were. See [Note: Copies].
 
     Attributes:
@@ -50,7 +50,7 @@ class _Mark:
     names: Mapping[str, str]
     is_copy: bool = False
 
-    def __deepcopy__(self, memo: Any) -> _Mark:
+    def __deepcopy__(self, memo: Any) -> _ModuleOrigin:
         return replace(self, is_copy=True)
 
 
@@ -71,7 +71,7 @@ class Origins:
         for module in model.modules():
             names = {key: self._names[id(own)] for key, own in _own(module)}
             if names:
-                module.__dict__[KEY] = _Mark(self._load, names)
+                module.__dict__[KEY] = _ModuleOrigin(self._load, names)
 
     def bind(self, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> None:
         """Find the origin of every parameter.
@@ -109,7 +109,7 @@ class Origins:
         found: dict[int, set[str]] = {}
         for module in model.modules():
             mark = module.__dict__.get(KEY)
-            if not isinstance(mark, _Mark) or mark.load is not self._load:
+            if not isinstance(mark, _ModuleOrigin) or mark.load is not self._load:
                 continue
             for key, parameter in _own(module):
                 if key in mark.names and (mark.is_copy or not copies):
@@ -299,7 +299,7 @@ class FolderWeights:
                 self._held = (key, self._converted(converted[0]))
         return self._held[1][name if converted is None else converted[1]]
 
-    def _converted(self, group: Group) -> dict[str, Tensor]:
+    def _converted(self, group: TensorGroup) -> dict[str, Tensor]:
         def value_of(key: str) -> Tensor:
             return cast(self._folder.whole(key), torch.float32, self._folder.label(key))
 

@@ -44,7 +44,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessMemory:
     """Memory of this process now, in bytes.
 
     Attributes:
@@ -66,7 +66,7 @@ class Usage:
         )
 
 
-def usage(root: Path = Path("/")) -> Usage:
+def usage(root: Path = Path("/")) -> ProcessMemory:
     """Memory of this process now. Not collective."""
     pages = [_digits(word) or 0 for word in _text(root / "proc/self/statm").split()]
     fields = _table(root / "proc/self/smaps_rollup")
@@ -74,7 +74,7 @@ def usage(root: Path = Path("/")) -> Usage:
     if "Pss_Anon" not in fields:  # before Linux 5.9: pages that nobody else has
         resident = fields.get("Private_Dirty", 0)
     page = os.sysconf("SC_PAGE_SIZE")
-    return Usage(
+    return ProcessMemory(
         resident=resident,
         of_files=max(fields.get("Pss", 0) - resident, 0),
         mapped=pages[0] * page if pages else 0,

@@ -164,7 +164,7 @@ def is_same_number(group: Group, mine: int) -> bool:
     return bool(known[0] == known[1])
 
 
-class Exchange:
+class ChunkedExchange:
     """The ranks of a training. Methods are collective over the topology's world."""
 
     def __init__(self, topology: Topology) -> None:

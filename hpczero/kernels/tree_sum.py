@@ -192,7 +192,7 @@ def device_tree_sum(
     grid = across, min(rows, max(most // across, 1))
 
     def launch(one: Launch) -> bool:
-        form = _Form.of(one)
+        form = _KernelForm.of(one)
         kernel = _kernel(one.sizes, form, NAMES[node_dtype], device.index)
         if kernel is None:
             return False
@@ -224,7 +224,7 @@ def device_tree_sum(
         )
 
 
-class _Form(NamedTuple):
+class _KernelForm(NamedTuple):
     """What a kernel is compiled for, beside the shape of its tree."""
 
     dtype: str
@@ -232,7 +232,7 @@ class _Form(NamedTuple):
     several_rows: bool
 
     @classmethod
-    def of(cls, one: Launch) -> _Form:
+    def of(cls, one: Launch) -> _KernelForm:
         """That of one launch, whose blocks have equal strides."""
         tensors, rows = (*one.blocks, one.out), one.out.shape[0] if one.out.dim() == 2 else 1
         nbytes = [tensor.data_ptr() for tensor in tensors]
@@ -267,7 +267,7 @@ def kernel_figures(
     Returns:
         ``registers`` of a thread and its ``local_nbytes``, which hold what found no register.
     """
-    form = _Form(NAMES[dtype], aligned=True, several_rows=False)
+    form = _KernelForm(NAMES[dtype], aligned=True, several_rows=False)
     kernel = _kernel(tuple(sizes), form, NAMES[node_dtype], device.index)
     if kernel is None:
         return None
@@ -277,7 +277,7 @@ def kernel_figures(
 
 @cache
 def _kernel(
-    sizes: tuple[int, ...], form: _Form, node_dtype: str, device: int
+    sizes: tuple[int, ...], form: _KernelForm, node_dtype: str, device: int
 ) -> Any:  # Any: a kernel of CuPy's, or None where it cannot be compiled
     import cupy
 

@@ -66,7 +66,7 @@ class SelfAttention(nn.Module):
         return out_BTC
 
 
-class MLP(nn.Module):
+class LlamaMLP(nn.Module):
     """down(silu(gate(x)) * up(x)).
 
     Source: Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202, eq. 6.
@@ -92,7 +92,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden, config.norm_epsilon)
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_epsilon)
-        self.mlp = MLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""

@@ -25,14 +25,14 @@ from hpczero.files.regular import shown
 from hpczero.models.config import PRESETS, GPTConfig, parameter_shapes
 from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
-from hpczero.plan.auto import Place, layout_report
+from hpczero.plan.auto import TargetMachine, layout_report
 from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.plan.memory import STATE_BYTES
 from hpczero.plan.plan import Plan
 from hpczero.plan.precision import Precision
-from hpczero.plan.sizing import Fit, Machine, blockwise_plan, fit
+from hpczero.plan.sizing import Fit, MachineSizes, blockwise_plan, fit
 from hpczero.predict.answer import (
-    Report,
+    PlanReport,
     as_json,
     as_text,
     gigabytes,
@@ -54,7 +54,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """What to size.
 
     Attributes:
@@ -123,12 +123,12 @@ def main() -> int:
 
         return choose([word for word in sys.argv[1:] if word != "--auto"], choose_config)
     options = parse_command_line(
-        Options,
+        PlanOptions,
         sys.argv[1:],
         prog="python -m hpczero.plan",
         description="Bytes per rank at every ZeRO stage, what fits, and the largest micro-batch. "
         "Nothing is built or communicated.",
-        default=Options(ranks=tyro.MISSING),
+        default=PlanOptions(ranks=tyro.MISSING),
     )
     if options.parallel.changed:
         return _answer_layout(options)
@@ -148,7 +148,7 @@ def main() -> int:
     return 0
 
 
-def _answer_layout(options: Options) -> int:
+def _answer_layout(options: PlanOptions) -> int:
     """Print the layout that was asked for.
 
     Raises:
@@ -158,8 +158,8 @@ def _answer_layout(options: Options) -> int:
     config = choose_config(options)
     device = _device(options, described)
     local = per_node or options.ranks
-    place = Place(
-        Machine(options.ranks, choose_memory(options, described), on_device=device != "cpu"),
+    place = TargetMachine(
+        MachineSizes(options.ranks, choose_memory(options, described), on_device=device != "cpu"),
         local,
         lambda inside, nodes: choose_transport(options, inside, device, nodes=nodes),
         described,
@@ -178,11 +178,11 @@ def _answer_layout(options: Options) -> int:
     return 0
 
 
-def _device(options: Options, described: Described | None) -> str:
+def _device(options: PlanOptions, described: Described | None) -> str:
     return options.device or ("cpu" if described is None or described.shares_memory else "cuda")
 
 
-def _where(options: Options) -> tuple[Described | None, int | None]:
+def _where(options: PlanOptions) -> tuple[Described | None, int | None]:
     """(the described machine, ranks per node) of the options, checked.
 
     Raises:
@@ -209,7 +209,7 @@ def _where(options: Options) -> tuple[Described | None, int | None]:
     return described, per_node
 
 
-def build_report(options: Options) -> Report:
+def build_report(options: PlanOptions) -> PlanReport:
     """Check the options and size every stage.
 
     Raises:
@@ -225,7 +225,7 @@ def build_report(options: Options) -> Report:
     def of_node(ranks: int) -> int:
         return per_node or ranks
 
-    machine = Machine(
+    machine = MachineSizes(
         options.ranks,
         choose_memory(options, described),
         local_size=of_node(options.ranks),
@@ -261,7 +261,7 @@ def build_report(options: Options) -> Report:
         return predict(job)
 
     fits = tuple(size(stage, machine.ranks) for stage in range(4))
-    report = Report(
+    report = PlanReport(
         title=options.model or "custom model",
         config=config,
         numel=plan_of(1, 0).numel,
@@ -284,7 +284,7 @@ def build_report(options: Options) -> Report:
 
 
 def choose_transport(
-    options: Options, local_size: int, device: str, *, nodes: int | None = None
+    options: PlanOptions, local_size: int, device: str, *, nodes: int | None = None
 ) -> Named:
     """The transport that was given, or the one that training would take.
 
@@ -303,7 +303,7 @@ def choose_transport(
     return fastest_transport(local_size, nodes, on_host=device == "cpu")
 
 
-def choose_memory(options: Options, described: Described | None) -> int:
+def choose_memory(options: PlanOptions, described: Described | None) -> int:
     """Bytes of memory of one rank.
 
     Raises:
@@ -318,7 +318,7 @@ def choose_memory(options: Options, described: Described | None) -> int:
     return described.usable
 
 
-def choose_plans(options: Options) -> tuple[GPTConfig | None, Callable[[int, int], Plan]]:
+def choose_plans(options: PlanOptions) -> tuple[GPTConfig | None, Callable[[int, int], Plan]]:
     """(sizes of a GPT, None for a model of transformers; the plan over so many ranks at a stage).
 
     Raises:
@@ -334,7 +334,7 @@ def choose_plans(options: Options) -> tuple[GPTConfig | None, Callable[[int, int
             shapes, num_shards=ranks, stage=stage, precision=precision
         )
     from hpczero.hf.building import (
-        Choice,
+        ModelChoice,
         build,  # torch and transformers take seconds to import
         of_folder,
     )
@@ -345,7 +345,7 @@ def choose_plans(options: Options) -> tuple[GPTConfig | None, Callable[[int, int
         raise ConfigError(
             f"--{given[0]}: is not for a model of transformers, whose sizes are those of {folder / 'config.json'}"
         )
-    model = build(lambda: of_folder(folder, Choice()), seed=0)
+    model = build(lambda: of_folder(folder, ModelChoice()), seed=0)
     return None, lambda ranks, stage: Plan.build(
         model, num_shards=ranks, stage=stage, precision=precision, rule=default_rule
     )
@@ -418,7 +418,7 @@ def parse_nbytes(text: str) -> int:
     return nbytes
 
 
-def _write_rich(report: Report) -> None:
+def _write_rich(report: PlanReport) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -18,11 +18,11 @@ from hpczero.errors import PlanError
 from hpczero.options.config import LayoutOptions
 from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.plan.offload import Activations, Offload
-from hpczero.plan.peak import PartRun, Run
+from hpczero.plan.peak import PartRun, PlannedRun
 from hpczero.plan.sizing import largest
 
 
-def command_line(run: Run, title: str, *, memory_nbytes: int | None = None) -> str:
+def command_line(run: PlannedRun, title: str, *, memory_nbytes: int | None = None) -> str:
     """The command that shows the whole table for ``run``.
 
     Args:
@@ -61,7 +61,7 @@ def _size(nbytes: int) -> str:
     return f"{max(math.floor(nbytes / scale * 10) / 10, 0.1):g}{unit}"
 
 
-Fits = Callable[[Run], bool]
+Fits = Callable[[PlannedRun], bool]
 MOST_ANSWERS = 4
 MOST_NODES = 2**13
 FOLDER = "FOLDER"  # one on a disk of each node, which nobody but the user knows
@@ -77,11 +77,11 @@ class Alternative:
         words: part of a sentence: what differs, then the options to type.
     """
 
-    run: Run
+    run: PlannedRun
     words: str
 
 
-def alternatives(run: Run, fits: Fits, *, cores: int) -> list[Alternative]:
+def alternatives(run: PlannedRun, fits: Fits, *, cores: int) -> list[Alternative]:
     """Runs that fit, nearest first: one thing changed, then several, then the fewest ranks.
 
     Args:
@@ -106,13 +106,13 @@ def alternatives(run: Run, fits: Fits, *, cores: int) -> list[Alternative]:
     return [Alternative(hit, describe(run, hit)) for hit in islice(found, MOST_ANSWERS)]
 
 
-def on_these_ranks(run: Run, fits: Fits) -> Alternative | None:
+def on_these_ranks(run: PlannedRun, fits: Fits) -> Alternative | None:
     """``run`` if it fits, else the nearest run that fits on the same ranks, in words; None if none does."""
     hit = next(filter(fits, chain([run], _several(run))), None)
     return Alternative(hit, describe(run, hit)) if hit else None
 
 
-def describe(run: Run, other: Run) -> str:
+def describe(run: PlannedRun, other: PlannedRun) -> str:
     """``other`` in words, with the options by which it differs from ``run``."""
     words, options, here = [], [], run.ranks // run.local_size
     if other.stage != run.stage or other.ranks != run.ranks:
@@ -152,13 +152,13 @@ def describe(run: Run, other: Run) -> str:
     return f"{', '.join(words)}{typed}"
 
 
-def _other_stage(run: Run) -> Iterator[Run]:
+def _other_stage(run: PlannedRun) -> Iterator[PlannedRun]:
     for stage in range(4):
         if stage != run.stage:
             yield dataclasses.replace(run, stage=stage)
 
 
-def _smaller_micro_batches(run: Run) -> Iterator[Run]:
+def _smaller_micro_batches(run: PlannedRun) -> Iterator[PlannedRun]:
     """The same global batch in more forwards, with the largest micro batch first."""
     mine = run.micro_batch * run.accumulation
     for micro in range(min(run.micro_batch - 1, 4096), 0, -1):
@@ -166,12 +166,12 @@ def _smaller_micro_batches(run: Run) -> Iterator[Run]:
             yield dataclasses.replace(run, micro_batch=micro, accumulation=mine // micro)
 
 
-def _checkpointed(run: Run) -> Iterator[Run]:
+def _checkpointed(run: PlannedRun) -> Iterator[PlannedRun]:
     if not run.checkpointing:
         yield dataclasses.replace(run, checkpointing=True)
 
 
-def _inputs_on_disk(run: Run) -> Iterator[Run]:
+def _inputs_on_disk(run: PlannedRun) -> Iterator[PlannedRun]:
     if run.kept.away:
         return
     kept = Activations("block", "disk", run.offload.folder or FOLDER)
@@ -180,13 +180,13 @@ def _inputs_on_disk(run: Run) -> Iterator[Run]:
         yield dataclasses.replace(run, checkpointing=True, kept=kept)
 
 
-def _other_transport(run: Run) -> Iterator[Run]:
+def _other_transport(run: PlannedRun) -> Iterator[PlannedRun]:
     if run.transport == "window":
         several = run.carriers is not None or run.ranks > run.local_size
         yield dataclasses.replace(run, transport="hierarchical" if several else "flat")
 
 
-def _offloaded(run: Run) -> Iterator[Run]:
+def _offloaded(run: PlannedRun) -> Iterator[PlannedRun]:
     """All that a stage can have elsewhere, on disk; a host's memory is what was short."""
     if run.stage and not run.offload.any:
         on_disk = Offload("disk", "disk", "disk" if run.stage == 3 else "device", FOLDER)
@@ -200,7 +200,7 @@ def _offload_options(offload: Offload) -> list[str]:
     return [*typed, f"--offload.folder {offload.folder}"]
 
 
-def _several_offloaded(run: Run) -> Iterator[Run]:
+def _several_offloaded(run: PlannedRun) -> Iterator[PlannedRun]:
     """Stage 3 with everything on disk: last, because a step then takes as long as the disk."""
     for checkpointing in sorted({run.checkpointing, True}):
         based = dataclasses.replace(run, checkpointing=checkpointing, stage=3)
@@ -209,7 +209,7 @@ def _several_offloaded(run: Run) -> Iterator[Run]:
             yield from _smaller_micro_batches(offloaded)
 
 
-def _several(run: Run) -> Iterator[Run]:
+def _several(run: PlannedRun) -> Iterator[PlannedRun]:
     """Two and three changes at once: stages, then micro batches, without and with checkpointing."""
     for checkpointing in sorted({run.checkpointing, True}):
         for stage in (run.stage, *(s for s in range(4) if s != run.stage)):
@@ -218,7 +218,7 @@ def _several(run: Run) -> Iterator[Run]:
             yield from _smaller_micro_batches(based)
 
 
-def _more_ranks(run: Run, fits: Fits, cores: int) -> Run | None:
+def _more_ranks(run: PlannedRun, fits: Fits, cores: int) -> PlannedRun | None:
     """The fewest ranks on which the run fits: more on each node as far as it has cores, else more nodes like it."""
     stages = [run.stage] * (run.stage > 0) + [3] * (
         run.stage != 3
@@ -232,7 +232,7 @@ def _more_ranks(run: Run, fits: Fits, cores: int) -> Run | None:
     return None
 
 
-def _crowded(run: Run, cores: int) -> Iterator[Run]:
+def _crowded(run: PlannedRun, cores: int) -> Iterator[PlannedRun]:
     """More ranks on each of the same nodes: each process holds less, and the node hardly more."""
     nodes, local = run.ranks // run.local_size, 2 * run.local_size
     while local <= cores and run.transport != "ipc":
@@ -244,7 +244,7 @@ def _crowded(run: Run, cores: int) -> Iterator[Run]:
         local *= 2
 
 
-def _fewest_nodes(run: Run, fits: Fits) -> Run | None:
+def _fewest_nodes(run: PlannedRun, fits: Fits) -> PlannedRun | None:
     here = run.ranks // run.local_size
     for transport in dict.fromkeys((_between_nodes(run.transport), "hierarchical")):
         based = dataclasses.replace(run, transport=transport)
@@ -265,15 +265,15 @@ def _between_nodes(transport: Named) -> Named:
     return "hierarchical" if transport == "flat" else transport
 
 
-def _on(run: Run, nodes: int) -> Run:
+def _on(run: PlannedRun, nodes: int) -> PlannedRun:
     return dataclasses.replace(run, ranks=nodes * run.local_size, carriers=None)
 
 
-def _smallest(run: Run, nodes: int) -> Run:
+def _smallest(run: PlannedRun, nodes: int) -> PlannedRun:
     return dataclasses.replace(_on(run, nodes), micro_batch=1, accumulation=1)
 
 
-def _batches(run: Run, global_batch: int) -> Iterator[Run]:
+def _batches(run: PlannedRun, global_batch: int) -> Iterator[PlannedRun]:
     """The global batch over other ranks, in as few forwards as possible.
 
     If it is too small, each rank has one sample.

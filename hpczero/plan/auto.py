@@ -25,9 +25,9 @@ from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from hpczero.plan.footprint import Named, fastest_transport
-from hpczero.plan.peak import Network, Run
+from hpczero.plan.peak import ModelSizes, PlannedRun
 from hpczero.plan.precision import DType
-from hpczero.plan.sizing import Machine
+from hpczero.plan.sizing import MachineSizes
 from hpczero.plan.spread import Spread
 from hpczero.planner.choice import Choice, Foretold, Freedom, describe, lines, options_of
 from hpczero.planner.search import (
@@ -38,7 +38,7 @@ from hpczero.planner.search import (
     search,
     search_layouts,
 )
-from hpczero.predict.answer import LayoutReport, Row
+from hpczero.predict.answer import LayoutReport, StageRow
 from hpczero.predict.layout import predict_layout
 from hpczero.predict.machine import Machine as Described
 from hpczero.predict.machine import load_machine
@@ -85,7 +85,7 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class TargetMachine:
     """Where a layout is to run.
 
     Attributes:
@@ -95,13 +95,15 @@ class Place:
         described: what the time of a step is predicted on.
     """
 
-    machine: Machine
+    machine: MachineSizes
     ranks_per_node: int
     transport: Callable[[int, int], Named]
     described: Described | None = None
 
 
-def layout_report(options: Sizes, config: GPTConfig, sequence: int, place: Place) -> LayoutReport:
+def layout_report(
+    options: Sizes, config: GPTConfig, sequence: int, place: TargetMachine
+) -> LayoutReport:
     """The layout of the options at every ZeRO stage.
 
     Raises:
@@ -144,20 +146,20 @@ def layout_report(options: Sizes, config: GPTConfig, sequence: int, place: Place
     return LayoutReport(title, place.machine.memory_nbytes, tuple(rows), described)
 
 
-def _row(spread: Spread, place: Place) -> Row:
+def _row(spread: Spread, place: TargetMachine) -> StageRow:
     room = place.machine.memory_nbytes
     if spread.shares(spread.worst).total > room:
         spread = replace(spread, checkpointing=True)
     fits = spread.shares(spread.worst).total <= room
     found = predict_layout(spread, place.described) if place.described else None
-    return Row(spread, fits, found)
+    return StageRow(spread, fits, found)
 
 
 SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Options:
+class AutoOptions:
     """What to choose for.
 
     Attributes:
@@ -223,12 +225,12 @@ def main(arguments: list[str], choose_config: Callable[[Any], GPTConfig]) -> int
         choose_config: the model that options name.
     """
     options = parse_command_line(
-        Options,
+        AutoOptions,
         arguments,
         prog="python -m hpczero.plan --auto",
         description="Choose stage, memory tiers, checkpointing and micro-batch: what trains fastest within the memory. "
         "Start it under mpirun or srun as the training would be, or name a --machine.",
-        default=Options(),
+        default=AutoOptions(),
     )
     config = choose_config(options)
     sequence = options.sequence or config.context
@@ -271,15 +273,20 @@ def main(arguments: list[str], choose_config: Callable[[Any], GPTConfig]) -> int
 
 
 def _base(
-    options: Options, config: GPTConfig, sequence: int, ranks: int, local_size: int, transport: Any
-) -> Run:
+    options: AutoOptions,
+    config: GPTConfig,
+    sequence: int,
+    ranks: int,
+    local_size: int,
+    transport: Any,
+) -> PlannedRun:
     if options.global_batch % ranks:
         near = -(-options.global_batch // ranks) * ranks
         raise ConfigError(
             f"--global-batch: got {options.global_batch}, expected a multiple of {ranks} ranks, such as {near}"
         )
-    return Run(
-        network=Network(config, tuple(parameter_shapes(config))),
+    return PlannedRun(
+        network=ModelSizes(config, tuple(parameter_shapes(config))),
         ranks=ranks,
         local_size=local_size,
         transport=transport,
@@ -293,7 +300,7 @@ def _base(
     )
 
 
-def _on_sheet(options: Options, config: GPTConfig, sequence: int) -> Choice:
+def _on_sheet(options: AutoOptions, config: GPTConfig, sequence: int) -> Choice:
     assert options.machine is not None
     assert options.ranks is not None, "checked"
     machine = load_machine(options.machine)
@@ -313,14 +320,14 @@ def _on_sheet(options: Options, config: GPTConfig, sequence: int) -> Choice:
         media = [medium for medium in media if medium != "host"]
     freedom = Freedom(media=media, rests=media, folder=options.folder or "FOLDER")
 
-    def fits(run: Run) -> bool:
+    def fits(run: PlannedRun) -> bool:
         return run.most - run.tiered <= machine.usable and run.tiered <= machine.host_memory
 
     foretell = foretell_on(config, machine)
     return search(base, freedom, foretell, fits=fits, balance=balance_on(base, machine))
 
 
-def _say_layouts(options: Options, config: GPTConfig, sequence: int) -> int:
+def _say_layouts(options: AutoOptions, config: GPTConfig, sequence: int) -> int:
     """Print the layouts that fit, the best first; exit code 1 if none does."""
     assert options.machine is not None
     assert options.ranks is not None, "checked"
@@ -360,7 +367,7 @@ def _say_layouts(options: Options, config: GPTConfig, sequence: int) -> int:
     return 0 if found else EXIT_FAILURE
 
 
-def _say(options: Options, choice: Choice, troubles: list[str]) -> None:
+def _say(options: AutoOptions, choice: Choice, troubles: list[str]) -> None:
     if options.json:
         sys.stdout.write(f"{json.dumps(as_json(choice, troubles), indent=2)}\n")
         return

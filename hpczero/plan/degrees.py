@@ -21,7 +21,7 @@ MOST_SHOWN = 16  # ranks that the map names one by one
 
 
 @dataclass(frozen=True)
-class Span:
+class GroupSpan:
     """A group and its nodes.
 
     Attributes:
@@ -38,7 +38,7 @@ class Span:
         return -(-self.size // self.nodes)
 
 
-def span_of(mesh: Mesh, ranks_per_node: int, *names: str, first: int = 0) -> Span:
+def span_of(mesh: Mesh, ranks_per_node: int, *names: str, first: int = 0) -> GroupSpan:
     """The group of rank ``first`` that shares the degrees ``names``, on nodes of ``ranks_per_node``.
 
     Args:
@@ -48,7 +48,7 @@ def span_of(mesh: Mesh, ranks_per_node: int, *names: str, first: int = 0) -> Spa
         first: a rank whose places in these degrees are all 0.
     """
     members = list(_members(mesh, names, first))
-    return Span(len(members), len({rank // ranks_per_node for rank in members}))
+    return GroupSpan(len(members), len({rank // ranks_per_node for rank in members}))
 
 
 def _members(mesh: Mesh, names: tuple[str, ...], first: int) -> Iterator[int]:

@@ -49,7 +49,7 @@ class Moments:
 
 
 @dataclass(frozen=True, eq=False)
-class Network:
+class ModelSizes:
     """A model as far as bytes go. It remembers its last plans, because many runs are tried with one model.
 
     Attributes:
@@ -66,13 +66,13 @@ class Network:
 
 
 @lru_cache(maxsize=8)  # the stages, on these ranks and on more
-def _plan(network: Network, ranks: int, stage: int, precision: Precision) -> Plan:
+def _plan(network: ModelSizes, ranks: int, stage: int, precision: Precision) -> Plan:
     return blockwise_plan(network.shapes, num_shards=ranks, stage=stage, precision=precision)
 
 
 @lru_cache(maxsize=4096)  # of many runs that differ in their batch alone
 def _memory(
-    network: Network,
+    network: ModelSizes,
     ranks: int,
     local_size: int,
     transport: Named,
@@ -90,7 +90,7 @@ def _memory(
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """What is to be trained, as far as bytes go.
 
     Attributes:
@@ -113,7 +113,7 @@ class Run:
         on_device: whether ranks compute on devices.
     """
 
-    network: Network
+    network: ModelSizes
     ranks: int
     local_size: int
     transport: Named
@@ -342,7 +342,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class PartRun(Run):
+class PartRun(PlannedRun):
     """A run as one rank of stage ``place`` sees it; ``ranks`` and ``network`` are those of the whole job.
 
     Attributes:

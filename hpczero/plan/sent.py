@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpczero.job.mesh import SHARD
-from hpczero.plan.degrees import Span
+from hpczero.plan.degrees import GroupSpan
 from hpczero.plan.plan import FP32_BYTES, Plan
 from hpczero.plan.spread import Spread
 
@@ -96,7 +96,7 @@ def sent_by(spread: Spread, place: int) -> Sent:
     )
 
 
-def blocks_sent(span: Span, nbytes: int, times: int = 1) -> Wire:
+def blocks_sent(span: GroupSpan, nbytes: int, times: int = 1) -> Wire:
     """One block of ``nbytes`` to every other rank of the group, which a gather or a reduction comes to for each rank.
 
     Between nodes to the ranks with the same place on other nodes, the rest inside: the paper's (N - 1) / N altogether.

@@ -352,7 +352,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSizes:
     """The machine that the model is to run on.
 
     Attributes:
@@ -381,7 +381,7 @@ class Machine:
 def fit(
     model: Transformer | None,
     plan: Plan,
-    machine: Machine,
+    machine: MachineSizes,
     *,
     sequence: int = 1,
     micro_batch: int = 1,

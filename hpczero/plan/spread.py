@@ -21,7 +21,7 @@ from math import ceil
 from hpczero.job.mesh import DEGREES, SHARD, Mesh
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.options.config import Schedule
-from hpczero.plan.degrees import Span, span_of
+from hpczero.plan.degrees import GroupSpan, span_of
 from hpczero.plan.footprint import Footprint, Named, footprint_of
 from hpczero.plan.memory import STATE_BYTES
 from hpczero.plan.placement import Placement
@@ -56,7 +56,7 @@ NORM_INPUTS, NORM_OUTPUTS = 2, 2
 
 
 @dataclass(frozen=True)
-class Held:
+class ForwardSizes:
     """Sizes of one rank's forward.
 
     Attributes:
@@ -191,7 +191,7 @@ CUTS = (
 
 
 @dataclass(frozen=True)
-class Part:
+class SpreadPart:
     """What one pipeline stage of one tensor rank has.
 
     Attributes:
@@ -264,7 +264,7 @@ def part_of_gpt(
     stage: int = 0,
     interleave: int = 1,
     partial: bool = False,
-) -> Part:
+) -> SpreadPart:
     """The part of a GPT that tensor rank ``rank`` of pipeline stage ``stage`` has.
 
     Args:
@@ -301,7 +301,7 @@ def part_of_gpt(
         if tied and name == TIED:
             place = _tied(place, counted=first and place.counted)
         placements.append(place)
-    return Part(tuple(placements), groups, first, last)
+    return SpreadPart(tuple(placements), groups, first, last)
 
 
 def _tied(place: Placement, *, counted: bool) -> Placement:
@@ -426,12 +426,12 @@ class Spread:
         """The first rank of a pipeline stage."""
         return place * (self.mesh.size // self.mesh.pipeline)
 
-    def span(self, place: int, *names: str) -> Span:
+    def span(self, place: int, *names: str) -> GroupSpan:
         """A group of the first rank of a stage on its nodes."""
         return span_of(self.mesh, self.ranks_per_node, *names, first=self.first_rank(place))
 
     @cached_property
-    def shards(self) -> Span:
+    def shards(self) -> GroupSpan:
         """The group that shares parameters; of the stages, that on most nodes."""
         return max(
             (self.span(place, *SHARD) for place in self.kinds),
@@ -453,7 +453,7 @@ class Spread:
             replica_nodes=replicas.nodes,
         )
 
-    def part(self, place: int) -> Part:
+    def part(self, place: int) -> SpreadPart:
         """What of the model a rank of stage ``place`` has."""
         return part_of_gpt(
             self.model,
@@ -469,10 +469,10 @@ class Spread:
         precision = Precision.of(self.precision, reduce=self.reduce)
         return _plan(self.part(place), self.mesh.shard * self.mesh.sequence, self.stage, precision)
 
-    def held(self, place: int) -> Held:
+    def held(self, place: int) -> ForwardSizes:
         """Sizes of the forwards of a stage."""
         part = self.part(place)
-        return Held(
+        return ForwardSizes(
             self.model,
             self.tokens,
             self.itemsize,
@@ -530,7 +530,7 @@ class Spread:
         part = self.part(place)
         return self.interleave - part.last, self.interleave - part.first
 
-    def _arriving_nbytes(self, part: Part) -> int:
+    def _arriving_nbytes(self, part: SpreadPart) -> int:
         """Bytes of gradients that autograd holds before it hands them over, as ``sizing.arriving_nbytes`` says."""
         sizes = {each.name: each.local_numel for each in part.placements}
         both = self.model.tie_embeddings and self.mesh.pipeline == 1
@@ -553,7 +553,7 @@ class Spread:
 
 
 @lru_cache(maxsize=512)
-def _plan(part: Part, num_shards: int, stage: int, precision: Precision) -> Plan:
+def _plan(part: SpreadPart, num_shards: int, stage: int, precision: Precision) -> Plan:
     apart = [each.name for each in part.placements if each.tied and each.name == TIED]
     return blockwise_plan(
         part.shapes, num_shards=num_shards, stage=stage, precision=precision, apart=apart

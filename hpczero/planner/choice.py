@@ -13,7 +13,7 @@ from itertools import product
 
 from hpczero.errors import PlanError
 from hpczero.plan.offload import MIB, NOTHING_AWAY, Activations, Medium, Offload
-from hpczero.plan.peak import Run
+from hpczero.plan.peak import PlannedRun
 from hpczero.plan.plan import Stage
 from hpczero.predict.model import Prediction
 
@@ -46,7 +46,7 @@ class Freedom:
     micro_batches: bool = True
 
 
-def candidates(run: Run, freedom: Freedom) -> Iterator[Run]:
+def candidates(run: PlannedRun, freedom: Freedom) -> Iterator[PlannedRun]:
     """Every run that ``freedom`` allows with all units on a tier or none, simpler ones first.
 
     Simpler are fewer tiers, then a lower stage, no checkpointing, larger forwards.
@@ -74,7 +74,7 @@ def candidates(run: Run, freedom: Freedom) -> Iterator[Run]:
                 yield found
 
 
-def tiers(run: Run) -> int:
+def tiers(run: PlannedRun) -> int:
     """How many of the parts of ``run`` rest elsewhere, inputs of blocks among them."""
     chosen = run.offload
     parts = [chosen.optimizer, chosen.gradients, chosen.parameters]
@@ -82,7 +82,7 @@ def tiers(run: Run) -> int:
     return sum(part != "device" for part in parts) + inputs
 
 
-def _checkpointings(run: Run, freedom: Freedom) -> list[tuple[bool, Activations]]:
+def _checkpointings(run: PlannedRun, freedom: Freedom) -> list[tuple[bool, Activations]]:
     """Whether activations are checkpointed, and what is kept of blocks."""
     found = [(checkpointing, run.kept) for checkpointing in freedom.checkpointing]
     if True in freedom.checkpointing:
@@ -93,7 +93,7 @@ def _checkpointings(run: Run, freedom: Freedom) -> list[tuple[bool, Activations]
     return found
 
 
-def _saves(run: Run) -> bool:
+def _saves(run: PlannedRun) -> bool:
     """Whether less memory is held with inputs of blocks elsewhere than without."""
     try:
         run.kept.check_saves(inputs=run.network.model.layers, input_nbytes=run.input_nbytes)
@@ -102,7 +102,7 @@ def _saves(run: Run) -> bool:
     return True
 
 
-def _offloads(run: Run, freedom: Freedom) -> list[Offload]:
+def _offloads(run: PlannedRun, freedom: Freedom) -> list[Offload]:
     if run.offload.any:
         return [run.offload]
     based = dataclasses.replace(run.offload, folder=freedom.folder)
@@ -130,7 +130,7 @@ def _goes(offload: Offload, stage: int) -> bool:
     return True
 
 
-def _micro_batches(run: Run, freedom: Freedom) -> list[int]:
+def _micro_batches(run: PlannedRun, freedom: Freedom) -> list[int]:
     if not freedom.micro_batches:
         return [run.micro_batch]
     mine = run.micro_batch * run.accumulation
@@ -151,7 +151,7 @@ class Foretold:
         step: seconds of its parts.
     """
 
-    run: Run
+    run: PlannedRun
     step: Prediction
 
     @property
@@ -202,7 +202,9 @@ class Choice:
 
 
 def choose(
-    runs: Iterable[Run], fits: Callable[[Run], bool], foretell: Callable[[Run], Prediction]
+    runs: Iterable[PlannedRun],
+    fits: Callable[[PlannedRun], bool],
+    foretell: Callable[[PlannedRun], Prediction],
 ) -> Choice:
     """Order ``runs``. Not collective.
 
@@ -229,13 +231,13 @@ def choose(
     )
 
 
-def _simplicity(run: Run) -> tuple[float, ...]:
+def _simplicity(run: PlannedRun) -> tuple[float, ...]:
     host = run.offload.on_host
     away = run.offload.fraction if run.offload.any else 0.0
     return tiers(run), host, run.checkpointing, run.accumulation, run.stage, away
 
 
-def kind_of(run: Run) -> tuple[object, ...]:
+def kind_of(run: PlannedRun) -> tuple[object, ...]:
     """What tells settings apart beside their micro-batch, and the part of the model that this leaves room for."""
     whole = dataclasses.replace(run.offload, fraction=float(run.offload.fraction > 0))
     return run.stage, whole, run.checkpointing, run.kept
@@ -244,7 +246,7 @@ def kind_of(run: Run) -> tuple[object, ...]:
 PARTS = ("optimizer", "gradients", "parameters")
 
 
-def options_of(run: Run) -> list[str]:
+def options_of(run: PlannedRun) -> list[str]:
     """The settings as options of ``hpczero.train``, each as it is typed."""
     offload = run.offload
     typed = [f"--parallel.reduce {run.reduce}"] if run.reduce != "fp32" else []
@@ -297,7 +299,7 @@ def describe(found: Foretold) -> str:
     return f"{', '.join(words)}: {seconds(found.step_s)} a step, {held}"
 
 
-def away(run: Run) -> str:
+def away(run: PlannedRun) -> str:
     """What rests elsewhere, such as ``optimizer and gradients of 3 of 9 units on disk``."""
     parts = [name for name in PARTS if getattr(run.offload, name) != "device"]
     *most, last = parts
@@ -309,7 +311,7 @@ def away(run: Run) -> str:
     return f"{said}{some} on {run.offload.medium}{stepped}"
 
 
-def recomputed(run: Run) -> str:
+def recomputed(run: PlannedRun) -> str:
     """That activations are checkpointed, and where inputs of blocks rest."""
     where = f" with inputs on {run.kept.rest}" if run.kept.away else ""
     return f"activations checkpointed{where}"

@@ -20,7 +20,7 @@ from hpczero.plan.degrees import check_model, mesh_of
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.offload import NOTHING_AWAY
 from hpczero.plan.offloaded import least_fraction, short_fraction, units_away
-from hpczero.plan.peak import Run
+from hpczero.plan.peak import PlannedRun
 from hpczero.plan.precision import DType
 from hpczero.plan.spread import Spread
 from hpczero.planner.choice import Choice, Freedom, candidates, choose
@@ -213,7 +213,9 @@ def options_of_layout(found: FoundLayout) -> str:
 # step may, up to where both sides end together.
 
 
-def worth_a_part(runs: Iterable[Run], fits: Callable[[Run], bool]) -> list[Run]:
+def worth_a_part(
+    runs: Iterable[PlannedRun], fits: Callable[[PlannedRun], bool]
+) -> list[PlannedRun]:
     """Of ``runs``, those with all units on a tier that would not fit without it.
 
     Args:
@@ -225,7 +227,7 @@ def worth_a_part(runs: Iterable[Run], fits: Callable[[Run], bool]) -> list[Run]:
     return [run for run in everything if _is_whole(run) and _beside(run) not in resident]
 
 
-def least_units(run: Run, fits: Callable[[Run], bool]) -> int:
+def least_units(run: PlannedRun, fits: Callable[[PlannedRun], bool]) -> int:
     """How many units must rest elsewhere so that ``run`` fits: the fewest; more than it has if it never does."""
     sizes = sizes_of(run)
     fraction = least_fraction(sizes, lambda wanted: int(not fits(_with(run, wanted))), 0)
@@ -233,8 +235,11 @@ def least_units(run: Run, fits: Callable[[Run], bool]) -> int:
 
 
 def parts(
-    runs: Iterable[Run], least: Sequence[int], others: Iterable[Run], balance: float | None
-) -> list[Run]:
+    runs: Iterable[PlannedRun],
+    least: Sequence[int],
+    others: Iterable[PlannedRun],
+    balance: float | None,
+) -> list[PlannedRun]:
     """The same runs with a part of their units elsewhere.
 
     Args:
@@ -248,19 +253,19 @@ def parts(
         for run in others:
             if _is_whole(run) and run.offload.on_host:
                 found.append(_with_units(run, units_away(sizes_of(run), balance)))
-    seen: dict[tuple[object, ...], Run] = {}
+    seen: dict[tuple[object, ...], PlannedRun] = {}
     for part in found:
         if part is not None:
             seen.setdefault((*_beside(part), part.offload), part)
     return list(seen.values())
 
 
-def sizes_of(run: Run) -> list[int]:
+def sizes_of(run: PlannedRun) -> list[int]:
     """(units,) elements of each, in unit order."""
     return [unit.layout.numel for unit in run.plan.trainable_units]
 
 
-def _with_units(run: Run, count: int) -> Run | None:
+def _with_units(run: PlannedRun, count: int) -> PlannedRun | None:
     """``run`` with the last ``count`` units elsewhere; None where that is all, none, or more than there are."""
     sizes = sizes_of(run)
     if not 0 < count < len(sizes):
@@ -268,23 +273,23 @@ def _with_units(run: Run, count: int) -> Run | None:
     return _with(run, short_fraction(sizes, count))
 
 
-def _with(run: Run, fraction: float) -> Run:
+def _with(run: PlannedRun, fraction: float) -> PlannedRun:
     offload = dataclasses.replace(run.offload, fraction=fraction) if fraction else NOTHING_AWAY
     return dataclasses.replace(run, offload=offload)
 
 
-def _is_whole(run: Run) -> bool:
+def _is_whole(run: PlannedRun) -> bool:
     return run.offload.any and run.offload.fraction == 1
 
 
-def _beside(run: Run) -> tuple[object, ...]:
+def _beside(run: PlannedRun) -> tuple[object, ...]:
     """What a run is beside its offload."""
     return run.stage, run.checkpointing, run.kept, run.micro_batch
 
 
 def foretell_on(
     model: GPTConfig, machine: Machine, kernels: Kernels | None = None
-) -> Callable[[Run], Prediction]:
+) -> Callable[[PlannedRun], Prediction]:
     """What foretells the step of any run of ``model`` on ``machine``.
 
     Args:
@@ -293,7 +298,7 @@ def foretell_on(
         kernels: of one rank; None: by the machine's data sheet.
     """
 
-    def foretell(run: Run) -> Prediction:
+    def foretell(run: PlannedRun) -> Prediction:
         job = Job(
             model=dataclasses.replace(model, context=run.sequence),
             machine=machine,
@@ -315,7 +320,7 @@ def foretell_on(
     return foretell
 
 
-def balance_on(run: Run, machine: Machine, kernels: Kernels | None = None) -> float | None:
+def balance_on(run: PlannedRun, machine: Machine, kernels: Kernels | None = None) -> float | None:
     """The fraction with which host and device end their updates of ``run`` together; None: no such host is known.
 
     Args:
@@ -332,11 +337,11 @@ Agree = Callable[[Sequence[int]], Sequence[int]]
 
 
 def search(
-    run: Run,
+    run: PlannedRun,
     freedom: Freedom,
-    foretell: Callable[[Run], Prediction],
+    foretell: Callable[[PlannedRun], Prediction],
     *,
-    fits: Callable[[Run], bool],
+    fits: Callable[[PlannedRun], bool],
     balance: float | None = None,
     agree: Agree = tuple,
 ) -> Choice:
@@ -352,7 +357,7 @@ def search(
     """
     fitting: dict[int, bool] = {}
 
-    def hold(runs: Sequence[Run]) -> None:
+    def hold(runs: Sequence[PlannedRun]) -> None:
         short = agree([int(not fits(one)) for one in runs])
         fitting.update({id(one): not bad for one, bad in zip(runs, short, strict=True)})
 

@@ -14,14 +14,14 @@ from hpczero.models.config import GPTConfig, parameter_count
 from hpczero.plan.degrees import rank_map
 from hpczero.plan.memory import STATE_TITLES
 from hpczero.plan.sent import Sent, Wire, sent_by
-from hpczero.plan.sizing import Fit, Machine, fewest_ranks
+from hpczero.plan.sizing import Fit, MachineSizes, fewest_ranks
 from hpczero.plan.spread import Shares, Spread
 from hpczero.predict.layout import LayoutPrediction
 from hpczero.predict.model import Prediction
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """All that is printed, before it is formatted.
 
     ``config`` is None for a model of transformers, whose activations are not counted. ``predictions`` are by stage, and
@@ -32,7 +32,7 @@ class Report:
     config: GPTConfig | None
     numel: int
     sequence: int
-    machine: Machine
+    machine: MachineSizes
     ranks_per_node: int | None
     transport: str
     precision: str
@@ -65,7 +65,7 @@ class Report:
         return row.traffic.nbytes
 
 
-def recommend(report: Report, stage3: Callable[[int], Fit]) -> str:
+def recommend(report: PlanReport, stage3: Callable[[int], Fit]) -> str:
     """One sentence: what to use, or what is missing.
 
     Args:
@@ -98,7 +98,7 @@ def recommend(report: Report, stage3: Callable[[int], Fit]) -> str:
     return f"{short}, and no number of ranks helps: use shorter sequences, narrower blocks or more memory."
 
 
-def _why(report: Report, best: Fit, smallest: Fit) -> str:
+def _why(report: PlanReport, best: Fit, smallest: Fit) -> str:
     if report.predictions:
         step_s = report.predictions[best.stage].step_s
         return f"the fastest that fits, {_ms(step_s)} a step as predicted on {report.machine_title}"
@@ -110,7 +110,7 @@ def _why(report: Report, best: Fit, smallest: Fit) -> str:
     )
 
 
-def rows(report: Report) -> list[tuple[str, list[str]]]:
+def rows(report: PlanReport) -> list[tuple[str, list[str]]]:
     """The table: a name and one cell for each stage. Bytes are per rank, in the unit of ``table_unit``."""
     unit, scale = table_unit(report)
 
@@ -148,7 +148,7 @@ def rows(report: Report) -> list[tuple[str, list[str]]]:
     ]
 
 
-def header(report: Report) -> str:
+def header(report: PlanReport) -> str:
     """Two lines: the model, the machine."""
     config, machine = report.config, report.machine
     nodes = ""
@@ -168,12 +168,12 @@ def header(report: Report) -> str:
     )
 
 
-def stage_titles(report: Report) -> list[str]:
+def stage_titles(report: PlanReport) -> list[str]:
     """Column titles; the recommended stage is starred."""
     return [f"stage {row.stage}{' *' if row is report.best else ''}" for row in report.fits]
 
 
-def as_text(report: Report) -> str:
+def as_text(report: PlanReport) -> str:
     """Header, aligned table, recommendation; for a pipe or a batch log."""
     unit, _ = table_unit(report)
     table = [(f"{unit} per rank", stage_titles(report)), *rows(report)]
@@ -181,7 +181,7 @@ def as_text(report: Report) -> str:
     return "\n".join([header(report), "", *lines, "", report.recommendation, ""])
 
 
-def as_json(report: Report) -> dict[str, object]:
+def as_json(report: PlanReport) -> dict[str, object]:
     """The report for machines: bytes, one object for each stage."""
     return {
         "model": report.title,
@@ -212,14 +212,14 @@ def _stage_json(row: Fit) -> dict[str, object]:
     }
 
 
-def _predicted_json(report: Report, row: Fit) -> dict[str, object]:
+def _predicted_json(report: PlanReport, row: Fit) -> dict[str, object]:
     if not report.predictions:
         return {"step_s": None, "tokens_per_s": None, "mfu": None}
     found = report.predictions[row.stage]
     return {"step_s": found.step_s, "tokens_per_s": found.tokens_per_s, "mfu": found.mfu}
 
 
-def table_unit(report: Report) -> tuple[str, int]:
+def table_unit(report: PlanReport) -> tuple[str, int]:
     """MB for small models, GB as in the paper for others."""
     largest = max(row.needed_nbytes for row in report.fits)
     return ("GB", 10**9) if largest >= 10**9 else ("MB", 10**6)
@@ -239,7 +239,7 @@ MB = 10**6
 
 
 @dataclass(frozen=True)
-class Row:
+class StageRow:
     """One ZeRO stage of a layout.
 
     Attributes:
@@ -277,7 +277,7 @@ class LayoutReport:
 
     title: str
     memory_nbytes: int
-    rows: tuple[Row, ...]
+    rows: tuple[StageRow, ...]
     machine_title: str = ""
 
     @property
@@ -286,12 +286,12 @@ class LayoutReport:
         return self.rows[0].spread
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> StageRow | None:
         """Of those that fit, the fastest by prediction, else the one that sends least; of equals the higher stage."""
         fitting = [row for row in self.rows if row.fits]
         return min(fitting, key=lambda row: (self._cost(row), -row.spread.stage), default=None)
 
-    def _cost(self, row: Row) -> float:
+    def _cost(self, row: StageRow) -> float:
         if row.prediction is not None:
             return round(row.prediction.step_s, 9)
         return row.sent.total.between or row.sent.total.nbytes
@@ -471,7 +471,7 @@ def layout_json(report: LayoutReport) -> dict[str, object]:
     }
 
 
-def _row_json(row: Row) -> dict[str, object]:
+def _row_json(row: StageRow) -> dict[str, object]:
     spread, found = row.spread, row.prediction
     return {
         "stage": spread.stage,
@@ -510,5 +510,5 @@ def _above(cell: str) -> bool:
     return cell != "0.00"
 
 
-def _star(report: LayoutReport, row: Row) -> str:
+def _star(report: LayoutReport, row: StageRow) -> str:
     return " *" if row is report.best else ""

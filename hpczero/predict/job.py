@@ -17,7 +17,7 @@ from hpczero.plan.offloaded import OffloadedPlan, Sides
 from hpczero.plan.plan import Plan
 from hpczero.plan.precision import DType, Precision
 from hpczero.plan.sizing import Fit, activation_nbytes, blockwise_plan, fit
-from hpczero.plan.sizing import Machine as Room
+from hpczero.plan.sizing import MachineSizes as Room
 from hpczero.predict.machine import Kernels, Machine, Roofline
 
 

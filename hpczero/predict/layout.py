@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hpczero.models.config import flops_per_token
-from hpczero.plan.degrees import Span
+from hpczero.plan.degrees import GroupSpan
 from hpczero.plan.footprint import Footprint
 from hpczero.plan.layout import UnitSpec
 from hpczero.plan.plan import FP32_BYTES, Plan
@@ -39,7 +39,7 @@ from hpczero.predict.job import Job, Pass
 from hpczero.predict.job import update_s as seconds_of_update
 from hpczero.predict.machine import Kernels, Machine
 from hpczero.predict.model import block_s, head_s, owned_numel
-from hpczero.predict.network import NOTHING, Cost, Exchanged, Network, Rails
+from hpczero.predict.network import NOTHING, Cost, Exchanged, Network, RailTimes
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class StageJob(Job):
         return self.spread.mesh.tensor if self.spread.sequence_parallel else 1
 
     @cached_property
-    def _shards(self) -> Span:
+    def _shards(self) -> GroupSpan:
         return self.spread.shards
 
     @property
@@ -332,7 +332,7 @@ class StageTime:
             return NOTHING
         machine, local, sums = self.job.machine, span.local, plan.node_itemsize
         wished = self.job.footprint.round_nbytes
-        between = Rails(machine, span.nodes, local, wished, spans=local == 1)
+        between = RailTimes(machine, span.nodes, local, wished, spans=local == 1)
         costs = []
         for shard, units in Counter(u.layout.shard_numel for u in plan.trainable_units).items():
             # reduced in the dtype of partial sums, gathered in fp32
@@ -362,7 +362,7 @@ class StageTime:
         return seconds_of_update(self.job, sum(owned_numel(self.job, unit) for unit in plan.units))
 
     def _blocks_s(
-        self, span: Span, nbytes: float, *, times: int | None = None, ring: bool = False
+        self, span: GroupSpan, nbytes: float, *, times: int | None = None, ring: bool = False
     ) -> float:
         """Seconds in which a rank sends a block to each other one of its group, as far as they are on other nodes.
 

@@ -262,7 +262,7 @@ def machine_names() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredKernels:
     """Seconds; ``Kernels`` of one rank.
 
     Attributes:
@@ -336,7 +336,7 @@ class Measured:
         return self.dispatch
 
     @classmethod
-    def of_ranks(cls, found: Sequence[Mapping[str, Any]]) -> Measured:
+    def of_ranks(cls, found: Sequence[Mapping[str, Any]]) -> MeasuredKernels:
         """What the ranks of one job say together: the mean of their times."""
 
         def seconds(values: Sequence[float]) -> float:
@@ -400,7 +400,7 @@ RESERVED_NBYTES = 0.3e9  # Python, torch and MPI: 265 MiB (docs/performance.md)
 
 
 def machine_of(
-    measured: Measured, *, ranks_per_node: int, memory_nbytes: float, title: str
+    measured: MeasuredKernels, *, ranks_per_node: int, memory_nbytes: float, title: str
 ) -> Machine:
     """The measured host as a machine of so many ranks on each node.
 

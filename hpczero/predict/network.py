@@ -84,7 +84,7 @@ NOTHING = Cost()
 
 
 @dataclass(frozen=True)
-class Rails:
+class RailTimes:
     """The way between nodes. All ranks of a node use it at once.
 
     Attributes:
@@ -216,7 +216,7 @@ class Network:
         self._nodes, self._local = job.nodes, job.local
         self._item = job.plan.precision.param_itemsize
         footprint = job.footprint
-        self._rails = Rails(
+        self._rails = RailTimes(
             job.machine,
             job.nodes,
             job.local,

@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Options:
+class PreflightOptions:
     """What to try.
 
     Attributes:
@@ -58,13 +58,13 @@ class Options:
 def main() -> int:
     """Print a line per node, then the bad ones as an option of sbatch. Returns 1 if there are any. Collective."""
     options = parse_command_line(
-        Options,
+        PreflightOptions,
         sys.argv[1:],
         prog="python -m hpczero.preflight",
         description="Find the nodes of a job that would hold a run up: GPUs that are missing, files that come back "
         "wrong, slow links. Run it with one rank per node. The last line names the bad ones: --exclude=a,b. "
         "Exit code 0: all good, 1: some are bad, 86: it hung.",
-        default=Options(),
+        default=PreflightOptions(),
     )
     tell_start_aside("hpczero.preflight")
     # The imports too: they start MPI, where all wait for a node that does not answer.

@@ -42,7 +42,7 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
-class Reading:
+class NodeReading:
     """Node ``reader`` reads the file that node ``writer`` wrote; both are numbers.
 
     Attributes:
@@ -117,7 +117,7 @@ def rounds(nodes: int, most: int) -> list[list[tuple[int, int]]]:
     return found[::stride]
 
 
-def who_reads_what(wrote: Sequence[bool]) -> list[Reading]:
+def who_reads_what(wrote: Sequence[bool]) -> list[NodeReading]:
     """Each node that has written a file reads that of the next one that has. A node by itself reads its own.
 
     A node that cannot write is bad already. Whether it can read would tell nothing more of it, and less of the writer.
@@ -129,12 +129,12 @@ def who_reads_what(wrote: Sequence[bool]) -> list[Reading]:
     if len(writers) == 1 < len(wrote):
         return []
     return [
-        Reading(reader, writer)
+        NodeReading(reader, writer)
         for reader, writer in zip(writers, writers[1:] + writers[:1], strict=True)
     ]
 
 
-def who_reads_again(readings: Sequence[Reading]) -> list[Reading]:
+def who_reads_again(readings: Sequence[NodeReading]) -> list[NodeReading]:
     """Readings to repeat: each wrongly read file, by a node that did not write it and has read none wrongly, if any."""
     found = []
     for bad in filter(lambda reading: reading.error, readings):
@@ -143,12 +143,12 @@ def who_reads_again(readings: Sequence[Reading]) -> list[Reading]:
         )
         reader = next(sound, None)
         if reader is not None:
-            found.append(Reading(reader, bad.writer))
+            found.append(NodeReading(reader, bad.writer))
     return found
 
 
 def blame(
-    readings: Sequence[Reading], again: Sequence[Reading], names: Sequence[str]
+    readings: Sequence[NodeReading], again: Sequence[NodeReading], names: Sequence[str]
 ) -> dict[int, str]:
     """What is wrong, by the number of the node that is to blame for it.
 

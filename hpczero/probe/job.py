@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.kernels.tree_sum import tree_sum
-from hpczero.predict.machine import Measured
+from hpczero.predict.machine import MeasuredKernels
 from hpczero.probe.tiers import Speed, measure_disk, measure_host
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def probe_job(
     *,
     dtype: torch.dtype,
     folder: Path | None = None,
-) -> tuple[Measured, list[str]]:
+) -> tuple[MeasuredKernels, list[str]]:
     """What the ranks measure together, and what could not be measured. Collective over world; equal on every rank.
 
     Args:
@@ -315,4 +315,4 @@ def probe_job(
         note("host", measure_host(topology.world, accelerator))
         mine["host_update"] = host_update_s(topology)
     found = [json.loads(text) for text in topology.world.gather_text(json.dumps(mine))]
-    return Measured.of_ranks(found), troubles
+    return MeasuredKernels.of_ranks(found), troubles

@@ -43,7 +43,7 @@ from hpczero.run.starting.building import (
 )
 from hpczero.run.starting.choosing import choose_settings, earlier_settings, taken_over
 from hpczero.run.starting.header import flops_per_unit, tell_header
-from hpczero.run.starting.reading import HeldOutSet, Reading, TrainingSet, open_reading
+from hpczero.run.starting.reading import HeldOutSet, RunData, TrainingSet, open_reading
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
 from hpczero.run.stopping import Deadline
@@ -98,7 +98,7 @@ class Run:
     given: Given
     adapter: Adapter
     batch: Batch
-    reading: Reading
+    reading: RunData
     card: Mapping[str, Any]
     flops_per_unit: float
     folder: RunFolder
@@ -227,7 +227,7 @@ class _Asked(_Earlier):
 
     adapter: Adapter
     batch: Batch
-    reading: Reading
+    reading: RunData
     foretold: Foretold | None = None
 
     @property
@@ -242,7 +242,7 @@ class _Asked(_Earlier):
 
 
 @dataclass(frozen=True)
-class _Samples:
+class _SplitSamples:
     """Samples to train on, and those held out; None if the run evaluates nothing."""
 
     batches: TrainingSet
@@ -313,7 +313,7 @@ def _choose(asked: _Asked) -> _Asked:
     )
 
 
-def _lay_out_samples(asked: _Asked, room: RoomCheck) -> _Samples:
+def _lay_out_samples(asked: _Asked, room: RoomCheck) -> _SplitSamples:
     """Refuse a run that does not fit the machine, then find its samples. Collective."""
     config, adapter, batch = asked.config, asked.adapter, asked.batch
     topology, is_host = asked.given.topology, asked.given.accelerator.is_host
@@ -329,7 +329,7 @@ def _lay_out_samples(asked: _Asked, room: RoomCheck) -> _Samples:
         if config.evaluation.batches:
             max_samples = config.evaluation.batches * batch.global_batch
             held_out = reading.held_out(context, max_samples)
-    return _Samples(batches, held_out)
+    return _SplitSamples(batches, held_out)
 
 
 def _start_records(asked: _Asked, folder: RunFolder, lock: RunLock, begin: Start) -> Records | None:
@@ -356,7 +356,7 @@ def _start_records(asked: _Asked, folder: RunFolder, lock: RunLock, begin: Start
 
 def _training_step(
     asked: _Asked,
-    samples: _Samples,
+    samples: _SplitSamples,
     model: nn.Module,
     optimizer: AdamW,
     scheduler: LambdaLR,
@@ -377,7 +377,9 @@ def _training_step(
     )
 
 
-def _evaluation(asked: _Asked, samples: _Samples, model: nn.Module, passes: Passes) -> Evaluation:
+def _evaluation(
+    asked: _Asked, samples: _SplitSamples, model: nn.Module, passes: Passes
+) -> Evaluation:
     return Evaluation(
         model,
         samples.held_out,

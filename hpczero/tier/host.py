@@ -19,7 +19,7 @@ from hpczero.tier.lanes import Place, Record, Transfer
 from hpczero.tier.staged import StagedTier, Staging
 
 
-class _Here(Fetch):
+class _InMemoryFetch(Fetch):
     def __init__(self, name: str, staged: Staged) -> None:
         self.name = name
         self._staged = staged
@@ -74,7 +74,7 @@ class DeviceTier(Tier):
             for begin in (place.offsets[part],)
             if part in read or part in fresh
         }
-        return _Here(f"fetch of {place.record.name!r}", Staged(place, parts))
+        return _InMemoryFetch(f"fetch of {place.record.name!r}", Staged(place, parts))
 
     @override
     def _evict(self, staged: Staged, written: Mapping[str, int]) -> Transfer:

@@ -90,7 +90,7 @@ class FreeRoom:
 # Constant buffers, and no fragmentation: C_B and M_D of Rajbhandari et al., ZeRO, SC20, sec. 6. One thread at a time.
 
 
-class Block:
+class StagingBlock:
     """One block.
 
     Attributes:
@@ -147,11 +147,11 @@ class Staging:
                 f"staging: {count} blocks of {capacity:,} bytes do not fit ({error}); take fewer or smaller ones"
             ) from error
         self.nbytes = count * capacity
-        self._blocks = [Block(part) for part in torch.split(whole, capacity)]
+        self._blocks = [StagingBlock(part) for part in torch.split(whole, capacity)]
         self._free = list(self._blocks)
-        self._writing: deque[tuple[Block, Transfer]] = deque()
+        self._writing: deque[tuple[StagingBlock, Transfer]] = deque()
 
-    def take(self, nbytes: int, holder: str) -> Block:
+    def take(self, nbytes: int, holder: str) -> StagingBlock:
         """A block for ``nbytes`` bytes of parts, content undefined; waits for the oldest write if none is free.
 
         Raises:
@@ -176,12 +176,12 @@ class Staging:
         block.holder = holder
         return block
 
-    def give_back(self, block: Block, *, read_until: Mark | None = None) -> None:
+    def give_back(self, block: StagingBlock, *, read_until: Mark | None = None) -> None:
         """The block is free, as soon as ``read_until`` has passed."""
         block.read_until = read_until
         self._free.append(block)
 
-    def give_back_after(self, block: Block, transfer: Transfer) -> None:
+    def give_back_after(self, block: StagingBlock, transfer: Transfer) -> None:
         """The block is free when it is written."""
         block.read_until = None
         block.holder = transfer.name
@@ -196,7 +196,7 @@ class _InBlock(Staged):
     """Parts end to end in one block, each from a page on."""
 
     def __init__(
-        self, place: Place, block: Block, sizes: Mapping[str, int], alignment: int
+        self, place: Place, block: StagingBlock, sizes: Mapping[str, int], alignment: int
     ) -> None:
         self.block = block
         self.begins: dict[str, int] = {}
@@ -208,7 +208,7 @@ class _InBlock(Staged):
         super().__init__(place, parts)
 
 
-class _Reading(Fetch):
+class _StagedRead(Fetch):
     """Its block goes back if the read fails."""
 
     def __init__(self, transfer: Transfer, staged: _InBlock, staging: Staging) -> None:
@@ -342,7 +342,7 @@ class StagedTier(Tier):
         pieces = self._pieces(self._read, staged, read)
         transfer = self._lanes.start(name, pieces, before=before, waited=waited)
         place.reads.add(transfer)
-        return _Reading(transfer, staged, self._staging)
+        return _StagedRead(transfer, staged, self._staging)
 
     @override
     def _evict(self, staged: Staged, written: Mapping[str, int]) -> Transfer:

@@ -28,11 +28,11 @@ from hpczero.zero.refusals import overlaps
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
-from hpczero.zero.update.agreement import Reading
+from hpczero.zero.update.agreement import DeferredNumber
 from hpczero.zero.zeroify import sharding
 
 
-def read_later(model: nn.Module, tensor: Tensor) -> Reading:
+def read_later(model: nn.Module, tensor: Tensor) -> DeferredNumber:
     """The number in ``tensor`` as it is now, to be asked for later. Not collective.
 
     ``loss.item()`` waits for the device. A step waits for it once anyway, in ``clip_grad_norm_``, or in

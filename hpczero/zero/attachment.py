@@ -92,7 +92,7 @@ class Zeroing:
 _NAMES = ("__reduce_ex__", "_apply")
 
 
-class Seal:
+class HookSeal:
     """Seal on the model and on every module that has hooks.
 
     A copy of such a module would drive the original's units.

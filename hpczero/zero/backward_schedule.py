@@ -18,7 +18,13 @@ from torch import Tensor
 
 from hpczero.errors import StepError
 from hpczero.zero.calls.tensors import TooMany, tensors_in
-from hpczero.zero.calls.ways import BackwardPass, Call, Gradients, current_task, next_node_number
+from hpczero.zero.calls.ways import (
+    BackwardPass,
+    Gradients,
+    ModuleCall,
+    current_task,
+    next_node_number,
+)
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
 
@@ -37,14 +43,14 @@ from hpczero.zero.units.whole import UnitState
 logger = logging.getLogger("hpczero.schedule")
 
 
-class Kept:
+class KeptUnits:
     """A set of units, in the order in which they came, which is the same on all ranks."""
 
     def __init__(self, gradients: Mapping[Unit, Gradients]) -> None:
         """An empty set. ``gradients`` are those of every trainable unit, where parameters are sharded."""
         self._gradients = gradients
         # With the calls that live as long as the graphs that need them; where a unit trains, its graphs are found.
-        self._for_backward: dict[Unit, weakref.WeakSet[Call]] = {}
+        self._for_backward: dict[Unit, weakref.WeakSet[ModuleCall]] = {}
         self._for_graph: dict[Unit, None] = {}
         self._for_call: dict[Unit, None] = {}
         self._told: set[Unit] = set()
@@ -57,7 +63,7 @@ class Kept:
         """All units of the set."""
         return list(dict.fromkeys([*self._for_graph, *self._for_backward, *self._for_call]))
 
-    def for_backward(self, units: Iterable[Unit], call: Call | None = None) -> None:
+    def for_backward(self, units: Iterable[Unit], call: ModuleCall | None = None) -> None:
         """Keep units until a backward is over, and as long as graphs are left that lead to them: those of ``call``."""
         for unit in units:
             calls = self._for_backward.setdefault(unit, weakref.WeakSet())
@@ -249,7 +255,7 @@ class Residence:
             read_ahead: number of units whose values are read, from where they rest, before they are used.
         """
         self._units = list(units)
-        self.kept = Kept(gradients if sharded else {})
+        self.kept = KeptUnits(gradients if sharded else {})
         self._prefetch = Prefetch() if ahead else None
         self._read_ahead = ReadAhead(read_ahead) if read_ahead else None
         self._stays = False  # see keep_whole
@@ -436,7 +442,7 @@ class BackwardSchedule:
         for unit in self._units:
             unit.whole.watch.forget_own_gradients()
 
-    def open_call(self, call: Call, number: int) -> None:
+    def open_call(self, call: ModuleCall, number: int) -> None:
         """Unshard the units of ``call``: a node behind its results is about to run."""
         backward = self.current()
         backward.reached = True

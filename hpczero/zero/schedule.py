@@ -29,8 +29,8 @@ from hpczero.errors import StepError
 from hpczero.zero.backward_schedule import BackwardSchedule, Residence, Unfrozen
 from hpczero.zero.calls.tensors import Attributes, TooMany
 from hpczero.zero.calls.ways import (
-    Call,
     Gradients,
+    ModuleCall,
     Ways,
     current_task,
     inside,
@@ -265,7 +265,7 @@ class Schedule:
         self._sharded = sharded
         self._left = left
         self._around: dict[nn.Module, tuple[Callable[..., None], Callable[..., None]]] = {}
-        self._running: dict[nn.Module, list[Call]] = {}
+        self._running: dict[nn.Module, list[ModuleCall]] = {}
         self._uncalled: dict[Unit, set[nn.Module]] = {}
         self._ways = Ways(self.backward.open_call, self.backward.input_node_runs)
         self._handles: list[RemovableHandle] = []
@@ -384,7 +384,7 @@ class Schedule:
                 self._ways.watch_input(args, kwargs)
                 self._ways.watch_hooked(module, inner, self._running)
             running = [call for calls in self._running.values() for call in calls]
-            self._running.setdefault(module, []).append(Call(units, running))
+            self._running.setdefault(module, []).append(ModuleCall(units, running))
             for unit in units:
                 self._uncalled.setdefault(unit, set(self._modules[unit]))
 
@@ -430,7 +430,7 @@ class Schedule:
 
         return hook
 
-    def _is_watched(self, call: Call, results: tuple[Any, ...]) -> bool:
+    def _is_watched(self, call: ModuleCall, results: tuple[Any, ...]) -> bool:
         """Watch the ways into ``call``.
 
         Returns whether there are no others (calls/ways.py: [Note: The ways into a call]).

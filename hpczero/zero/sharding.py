@@ -22,7 +22,7 @@ from hpczero.memory.buffers import DTYPES, Memory
 from hpczero.plan import Plan, UnitSpec
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import LossScaler
-from hpczero.zero.attachment import Attachment, Seal, Zeroing
+from hpczero.zero.attachment import Attachment, HookSeal, Zeroing
 from hpczero.zero.buffers import SharedBuffers
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.casting import Casting
@@ -150,7 +150,7 @@ class Sharding:
         self.casting: Casting | None = None
         self.registered: list[tuple[nn.Module, str, Any]] = []
         self.surroundings: Surroundings | None = None
-        self._seal: Seal | None = None
+        self._seal: HookSeal | None = None
         self._optimizer_states: list[OptimizerState] = []
 
     @property
@@ -222,7 +222,7 @@ class Sharding:
             self._show_gradients(unit)
         hooked = {name: modules[name] for spec in self.plan.units for name in ("", *spec.modules)}
         self.surroundings = Surroundings(model, hooked.values())
-        self._seal = Seal(hooked)
+        self._seal = HookSeal(hooked)
         model.__dict__[KEY] = self
         zeroing = Zeroing(
             self.units,

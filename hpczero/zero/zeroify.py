@@ -54,7 +54,7 @@ from hpczero.zero.units.away_shard import (
     Ascent,
     Away,
     AwayShard,
-    Store,
+    UnitStore,
 )
 from hpczero.zero.update.host_update import leaves_choice
 from hpczero.zero.update.optimizer_state import state_names
@@ -172,7 +172,7 @@ def open_away(
             Path(offload.folder), blocks=blocks, block_nbytes=nbytes, accelerator=accelerator
         )
         device = CPU
-    store = Store(
+    store = UnitStore(
         tier,
         blocks=blocks,
         window_nbytes=nbytes,

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from hpczero.comm import Collectives, Flat, Hierarchical
 from hpczero.comm.algorithms import EXCHANGES, GATHERS
-from hpczero.comm.rails import DEFAULT, Choice, Selection
+from hpczero.comm.rails import DEFAULT, AlgorithmChoice, Selection
 from hpczero.comm.tuning import tune
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Use
@@ -117,11 +117,11 @@ def _window(
     yield selected(reduce("auto"), auto)
     if topology.num_nodes == 1:
         return  # there is nothing to choose
-    fitting = [Choice(kind.name) for kind in GATHERS if kind.fits(topology.num_nodes)]
-    rounds = [Choice("pairwise", chunk) for chunk in LONGER]
+    fitting = [AlgorithmChoice(kind.name) for kind in GATHERS if kind.fits(topology.num_nodes)]
+    rounds = [AlgorithmChoice("pairwise", chunk) for chunk in LONGER]
     for choice in (*fitting, *rounds):
         yield selected(gather(choice.name), Selection((choice,), DEFAULT.exchanges))
-    for choice in (DEFAULT.exchanges[0], *rounds, Choice("library", LONGER[-1])):
+    for choice in (DEFAULT.exchanges[0], *rounds, AlgorithmChoice("library", LONGER[-1])):
         yield selected(reduce(choice.name), Selection(DEFAULT.gathers, (choice,)))
 
 

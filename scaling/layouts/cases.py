@@ -19,7 +19,7 @@ from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread
 from hpczero.predict.layout import LayoutPrediction, predict_layout
-from hpczero.predict.machine import Machine, Measured
+from hpczero.predict.machine import Machine, MeasuredKernels
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Case:
         return sent_by(self.spread, place).total.between
 
     def foretold(
-        self, machine: Machine, kernels: Measured, *, overlap: bool = True
+        self, machine: Machine, kernels: MeasuredKernels, *, overlap: bool = True
     ) -> LayoutPrediction:
         """A step on nodes like ``machine``, whose ranks compute as ``kernels`` were measured.
 

@@ -33,7 +33,7 @@ from scaling.evidence.record import (
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
-    from hpczero.plan.peak import Run
+    from hpczero.plan.peak import PlannedRun
     from hpczero.planner.choice import Choice, Foretold
     from scaling.planner.settings import Setting
 
@@ -153,7 +153,7 @@ def _one(
     from scaling.planner.settings import Training
 
     asked = setting.asked(topology, folder)
-    runs: list[Run] = []
+    runs: list[PlannedRun] = []
     for turn in range(options.rounds):
         choice = _choice(topology, setting, asked, folder)
         assert choice.best is not None, "every setting has candidates that fit"
@@ -197,7 +197,7 @@ def parts_of(found: Foretold) -> dict[str, float]:
     }
 
 
-def _choice(topology: Topology, setting: Setting, asked: Run, folder: Path) -> Choice:
+def _choice(topology: Topology, setting: Setting, asked: PlannedRun, folder: Path) -> Choice:
     """By a probe of now; the same on every rank. Collective."""
     import torch
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from hpczero.plan.peak import Run
+from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import Choice, Foretold, away, kind_of, recomputed
 
 SLOWEST = 2.5  # foretold times of the choice, beyond which nothing is trained
 
 
-def picked(choice: Choice, many: int, order: random.Random) -> list[Run]:
+def picked(choice: Choice, many: int, order: random.Random) -> list[PlannedRun]:
     """The choice, its runner-up, the best of each family, then of each kind, and one by chance.
 
     Args:
@@ -25,7 +25,7 @@ def picked(choice: Choice, many: int, order: random.Random) -> list[Run]:
     """
     assert choice.best is not None, "every setting has candidates that fit"
     near = [found for found in choice.fitting if found.step_s <= SLOWEST * choice.best.step_s]
-    found: dict[str, Run] = {}
+    found: dict[str, PlannedRun] = {}
     for one in _by_worth(choice, near):
         if len(found) >= max(many - 1, 2):
             break
@@ -36,7 +36,7 @@ def picked(choice: Choice, many: int, order: random.Random) -> list[Run]:
     return list(found.values())
 
 
-def key(run: Run) -> str:
+def key(run: PlannedRun) -> str:
     """A candidate in words."""
     words = [f"stage {run.stage}", f"micro-batch {run.micro_batch} x {run.accumulation}"]
     words += [recomputed(run)] if run.checkpointing else []
@@ -56,7 +56,7 @@ def _by_worth(choice: Choice, near: list[Foretold]) -> Iterator[Foretold]:
                 yield one
 
 
-def _family(run: Run) -> tuple[object, ...]:
+def _family(run: PlannedRun) -> tuple[object, ...]:
     """What kind of memory is saved, and how."""
     fraction = run.offload.fraction if run.offload.any else 0.0
     return fraction > 0, 0 < fraction < 1, run.checkpointing, run.checkpointing and run.kept.away

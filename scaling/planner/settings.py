@@ -20,7 +20,7 @@ from hpczero.job.topology import Topology
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.offload import MIB, Offload
-from hpczero.plan.peak import Network, Run
+from hpczero.plan.peak import ModelSizes, PlannedRun
 from hpczero.run.evaluation import PlainPasses
 from hpczero.run.step import TrainingStep
 
@@ -62,10 +62,10 @@ class Setting:
             heads=self.hidden // 64,
         )
 
-    def asked(self, topology: Topology, folder: Path) -> Run:
+    def asked(self, topology: Topology, folder: Path) -> PlannedRun:
         """What the planner starts from."""
-        return Run(
-            network=Network(self.model, tuple(parameter_shapes(self.model))),
+        return PlannedRun(
+            network=ModelSizes(self.model, tuple(parameter_shapes(self.model))),
             ranks=topology.size,
             local_size=topology.local_size,
             transport=fastest_transport(topology.local_size, topology.num_nodes),
@@ -78,7 +78,7 @@ class Setting:
             offload=Offload(folder=folder, window=WINDOW_MIB * MIB),
         )
 
-    def limit(self, asked: Run, candidates: Iterable[Run]) -> float:
+    def limit(self, asked: PlannedRun, candidates: Iterable[PlannedRun]) -> float:
         """Bytes of a rank beside Python, torch and MPI."""
         least = min(run.most for run in candidates)
         return least + self.room * (asked.most - least)
@@ -103,7 +103,7 @@ SETTINGS = (
 class Training:
     """One candidate, in memory until it is closed. Collective over the topology."""
 
-    def __init__(self, topology: Topology, setting: Setting, run: Run) -> None:
+    def __init__(self, topology: Topology, setting: Setting, run: PlannedRun) -> None:
         self._topology, self._setting, self._run = topology, setting, run
         torch.manual_seed(0)
         config = setting.model

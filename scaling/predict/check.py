@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from hpczero.predict.machine import Measured
+from hpczero.predict.machine import MeasuredKernels
 from scaling.contenders import find_entry
 from scaling.contenders.ranks import Crew
 from scaling.contenders.workload import WORKLOADS, Workload
@@ -79,7 +79,7 @@ def take_turn(crew: Crew, workload: Workload, ranks: int, stage: int, steps: int
     own, busy = process_seconds(crew.pids) - own, machine_seconds() - busy
     window_s = time.perf_counter() - begin
     # Before and after the steps: what changed meanwhile counts half.
-    measured = Measured.of_ranks([rank for probe in probes for rank in probe])
+    measured = MeasuredKernels.of_ranks([rank for probe in probes for rank in probe])
     found = predict_on_host(
         workload.model, measured, ranks=ranks, stage=stage, micro_batch=workload.sequences
     )
@@ -100,13 +100,13 @@ def take_turn(crew: Crew, workload: Workload, ranks: int, stage: int, steps: int
     }
 
 
-def probe_host(ranks: int) -> Measured:
+def probe_host(ranks: int) -> MeasuredKernels:
     """What so many ranks measure together, in a job of their own."""
     entry = find_entry("hpczero-0", transport="auto")
     with Crew(entry, WORKLOADS["tiny"], size=ranks, program=PROGRAM) as crew:
         crew.ask("build")  # the heap as in training
         crew.ask("turn", steps=1)
-        return Measured.of_ranks(crew.ask("probe"))
+        return MeasuredKernels.of_ranks(crew.ask("probe"))
 
 
 def say(line: str) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from hpczero.models.config import GPTConfig
 from hpczero.predict.job import Job
-from hpczero.predict.machine import Machine, Measured, machine_of
+from hpczero.predict.machine import Machine, MeasuredKernels, machine_of
 from hpczero.predict.model import Prediction, predict
 from scaling.evidence.record import cores, machine_name
 
@@ -23,7 +23,7 @@ TRANSPORTS: dict[str, Known] = {
 }
 
 
-def host_machine(measured: Measured, ranks: int) -> Machine:
+def host_machine(measured: MeasuredKernels, ranks: int) -> Machine:
     """This host as a Machine for so many ranks on it."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
@@ -35,7 +35,7 @@ def host_machine(measured: Measured, ranks: int) -> Machine:
 
 def predict_on_host(
     model: GPTConfig,
-    measured: Measured,
+    measured: MeasuredKernels,
     *,
     ranks: int,
     stage: int,

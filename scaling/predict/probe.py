@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpczero.errors import run
-from hpczero.predict.machine import Measured
+from hpczero.predict.machine import MeasuredKernels
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
     return answer(Prober)
 
 
-def as_json(measured: Measured) -> dict[str, Any]:
+def as_json(measured: MeasuredKernels) -> dict[str, Any]:
     """For records."""
     return asdict(measured)
 

@@ -20,7 +20,7 @@ from hpczero.planner.search import FoundLayout, describe_layout, search_layouts
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, predict
-from hpczero.predict.network import Cost, Network, Rails
+from hpczero.predict.network import Cost, Network, RailTimes
 from scaling.evidence.table import table
 
 MODEL = "gpt-60b"
@@ -32,7 +32,7 @@ MOST_HOST_S = {400: 0.5, 4096: 2.0}
 MOST_SHARE = {400: 0.05}
 
 
-class RailsBefore(Rails):
+class RailsBefore(RailTimes):
     """Between nodes, as commit 9f3dc12 charged it."""
 
     @override

@@ -14,8 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.comm.stage_messages import Message, StageMessages
-from hpczero.comm.sums import Call as PathCall
 from hpczero.comm.sums import Path
+from hpczero.comm.sums import SumCall as PathCall
 from hpczero.job.group import Group
 from scaling.simulate.messages import name_of
 from scaling.simulate.programs import Post, Receive, Send

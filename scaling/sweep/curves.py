@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from hpczero.predict.machine import Measured as MeasuredKernels
+from hpczero.predict.machine import MeasuredKernels
 from scaling.evidence.neighbours import BUSY_SHARE
 from scaling.evidence.record import Row, of_kind
 from scaling.evidence.resampling import Ratio, ratio_of_jobs, spread_of_jobs

@@ -16,7 +16,7 @@ from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.foreign.converting import convert
-from hpczero.checkpoint.foreign.exporting import Form, export
+from hpczero.checkpoint.foreign.exporting import WeightsForm, export
 from hpczero.checkpoint.foreign.weight_files import WeightFiles, smallest_box
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
 from tests.checkpoint.foreign import (
@@ -123,7 +123,7 @@ def test_checkpoint_of_weights_is_sound_and_exports_the_same(tmp_path: Path) -> 
     path = convert(write(tmp_path, state, "torch"), tmp_path / "run", buffers=["mean"])
     assert path.name == "step-000000000"
     assert verify(path).verdict is Verdict.SOUND
-    export(path, tmp_path / "out.pt", Form(format="torch"))
+    export(path, tmp_path / "out.pt", WeightsForm(format="torch"))
     assert same(torch.load(tmp_path / "out.pt", weights_only=True), state)
     with pytest.raises(ConfigError, match="holds checkpoints already"):
         convert(tmp_path / "weights.pt", tmp_path / "run")
@@ -145,7 +145,7 @@ def test_gpt2_becomes_a_checkpoint_that_exports_the_same(tmp_path: Path) -> None
     state = theirs(tiny_gpt())
     save_file(state, tmp_path / "model.safetensors")
     path = convert(tmp_path, tmp_path / "run", layout="gpt2")
-    export(path, tmp_path / "out", Form(layout="gpt2", heads=2))
+    export(path, tmp_path / "out", WeightsForm(layout="gpt2", heads=2))
     found = dict(WeightFiles(tmp_path / "out").items())
     masks = [name for name in state if name.endswith((".attn.bias", "masked_bias"))]
     assert {f"transformer.{name}" for name in state if name not in masks} == found.keys()

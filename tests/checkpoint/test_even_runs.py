@@ -13,14 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.checkpoint.exchange import Entry, EvenRuns
-from hpczero.checkpoint.held import Piece, piece_of
+from hpczero.checkpoint.exchange import EvenRuns, StridedRange
+from hpczero.checkpoint.held import ParameterPiece, piece_of
 from hpczero.plan.placement import Placement
 
 UNIT: Any = None  # arithmetic does not look at it
 
 
-def listed(entry: Entry) -> list[int]:
+def listed(entry: StridedRange) -> list[int]:
     """By the definition."""
     return [
         e for e in range(entry.start, entry.stop) if (e - entry.base) % entry.stride < entry.length
@@ -28,17 +28,17 @@ def listed(entry: Entry) -> list[int]:
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> Entry:
+def entries(draw: st.DrawFn) -> StridedRange:
     length = draw(st.integers(1, 5))
     stride = length + draw(st.integers(0, 4))
     base = draw(st.integers(-7, 7))
     start = base + draw(st.integers(0, 25))
-    return Entry(start, start + draw(st.integers(0, 40)), base, stride, length)
+    return StridedRange(start, start + draw(st.integers(0, 40)), base, stride, length)
 
 
 @given(entries(), st.integers(-3, 80), st.integers(0, 60))
 def test_counts_and_places_are_those_of_the_listed_elements(
-    entry: Entry, first: int, width: int
+    entry: StridedRange, first: int, width: int
 ) -> None:
     window = range(first, first + width)
     inside = [e for e in listed(entry) if e in window]
@@ -50,7 +50,7 @@ def test_counts_and_places_are_those_of_the_listed_elements(
 
 
 @given(entries())
-def test_elements_are_scattered_and_gathered_in_order(entry: Entry) -> None:
+def test_elements_are_scattered_and_gathered_in_order(entry: StridedRange) -> None:
     runs, elements = EvenRuns.of([entry]), np.array(listed(entry), dtype=np.int64)
     start, stop = min(entry.start, 0), max(entry.stop, 100)
     window = np.arange(start, stop, dtype=np.float32)
@@ -101,7 +101,7 @@ def test_a_shard_of_a_part_is_where_placement_says(
             check_places(piece, own)
 
 
-def check_places(piece: Piece, own: np.ndarray[Any, Any]) -> None:
+def check_places(piece: ParameterPiece, own: np.ndarray[Any, Any]) -> None:
     """Every cut of the elements into two is a cut of the span into two, each with its own elements."""
     for cut in range(piece.numel + 1):
         first, last = piece.place(0, cut), piece.place(cut, piece.numel)

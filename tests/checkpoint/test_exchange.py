@@ -11,7 +11,7 @@ import torch
 
 from hpczero.checkpoint import exchange as module
 from hpczero.checkpoint.disk.format import Dataset
-from hpczero.checkpoint.exchange import Exchange
+from hpczero.checkpoint.exchange import DatasetExchange
 from hpczero.job.watchdog import Watchdog
 from tests.helpers.parallel import parallel_assert
 
@@ -50,7 +50,7 @@ def test_what_ranks_hold_becomes_the_dataset_and_comes_back(
         whole = (np.arange(numel) * 37 % 251).astype(dtype)
         mine = np.concatenate([whole[a:b] for a, b in runs] or [whole[:0]])
         dataset = Dataset("/x", dtype, numel, slab)
-        exchange = Exchange(comm, watchdog, runs)
+        exchange = DatasetExchange(comm, watchdog, runs)
         parallel_assert(comm, exchange.numel == len(mine))
         back = torch.zeros(len(mine), dtype=torch.from_numpy(whole).dtype)
         for windows in exchange.rounds(dataset):
@@ -64,6 +64,6 @@ def test_what_ranks_hold_becomes_the_dataset_and_comes_back(
 
 def test_no_rank_gathers_more_than_a_round(comm: MPI.Intracomm) -> None:
     dataset = Dataset.of("/x", "<f4", 100 * 2**20)
-    exchange = Exchange(comm, Watchdog(comm.rank, 0.0), [])
+    exchange = DatasetExchange(comm, Watchdog(comm.rank, 0.0), [])
     most = max(4 * len(window) for windows in exchange.rounds(dataset) for window in windows)
     assert most <= module.ROUND_NBYTES

@@ -19,7 +19,7 @@ import hpczero
 from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import STATE_FILE, step_folder
-from hpczero.checkpoint.foreign.exporting import Exported, Form, cast, export
+from hpczero.checkpoint.foreign.exporting import Exported, WeightsForm, cast, export
 from hpczero.errors import ConfigError, CorruptCheckpoint
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, on_root, read_all, same, state
 from tests.checkpoint.programs import Program, first_ranks
@@ -37,7 +37,7 @@ MIB = 2**20
 def test_safetensors_hold_each_tensor_once(tmp_path: Path) -> None:
     expected = state()
     path = checkpoint(tmp_path / "run", expected)
-    found = export(path, tmp_path / "out", Form(shard_mib=1))
+    found = export(path, tmp_path / "out", WeightsForm(shard_mib=1))
     del expected["again.weight"]
     assert same(read_all(tmp_path / "out"), expected)
     nbytes = sum(tensor.nbytes for tensor in expected.values())
@@ -54,7 +54,7 @@ def test_safetensors_hold_each_tensor_once(tmp_path: Path) -> None:
 def test_torch_file_holds_every_name(tmp_path: Path) -> None:
     expected = state()
     checkpoint(tmp_path / "run", expected)
-    export(tmp_path / "run", tmp_path / "out.pt", Form(format="torch"))
+    export(tmp_path / "run", tmp_path / "out.pt", WeightsForm(format="torch"))
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert same(found, expected)
     assert found["again.weight"].data_ptr() == found["first.weight"].data_ptr()
@@ -71,7 +71,7 @@ def test_parameters_are_cast_and_buffers_are_not(
     expected = state()
     buffers = ("calls", "mask", "mean")
     checkpoint(tmp_path / "run", expected)
-    export(tmp_path / "run", tmp_path / "out", Form(format=name, dtype=dtype))
+    export(tmp_path / "run", tmp_path / "out", WeightsForm(format=name, dtype=dtype))
     cast = {key: value if key in buffers else value.to(kind) for key, value in expected.items()}
     if name == "torch":
         assert same(torch.load(tmp_path / "out", weights_only=True), cast)
@@ -106,7 +106,7 @@ def test_what_the_dtype_cannot_hold_is_refused(
 ) -> None:
     checkpoint(tmp_path / "run", {"fine": torch.ones(3), "big": torch.tensor([1.0, value])})
     with pytest.raises(ConfigError, match=rf"big: holds values as large as .*export as {advice}"):
-        export(tmp_path / "run", tmp_path / "out", Form(dtype=dtype))
+        export(tmp_path / "run", tmp_path / "out", WeightsForm(dtype=dtype))
     assert not (tmp_path / "out").exists()
 
 
@@ -126,7 +126,7 @@ def test_damaged_checkpoint_is_not_exported(tmp_path: Path, name: Any) -> None:
     with pytest.raises(
         CorruptCheckpoint, match=r"/state/master \(first.weight\[0:91\], large.weight"
     ):
-        export(path, tmp_path / "exported" / "out", Form(format=name))
+        export(path, tmp_path / "exported" / "out", WeightsForm(format=name))
     assert list((tmp_path / "exported").iterdir()) == []
 
 
@@ -134,10 +134,12 @@ def test_newest_sound_one_is_exported(tmp_path: Path) -> None:
     old, new = state(1), state(2)
     checkpoint(tmp_path / "run", old)
     newer = checkpoint(tmp_path / "other", new, step=4).rename(tmp_path / "run" / "step-000000004")
-    assert export(tmp_path / "run", tmp_path / "new", Form(format="torch")).checkpoint == newer
+    assert (
+        export(tmp_path / "run", tmp_path / "new", WeightsForm(format="torch")).checkpoint == newer
+    )
     assert same(torch.load(tmp_path / "new", weights_only=True), new)
     damage(newer)
-    assert export(tmp_path / "run", tmp_path / "old", Form(format="torch")).step == 3
+    assert export(tmp_path / "run", tmp_path / "old", WeightsForm(format="torch")).step == 3
     assert same(torch.load(tmp_path / "old", weights_only=True), old)
     damage(tmp_path / "run" / "step-000000003")
     with pytest.raises(CorruptCheckpoint, match=r"step-000000004.*1 older ones are not sound"):
@@ -162,7 +164,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "run", state())
     (tmp_path / "out").mkdir()
     export(path, tmp_path / "out")
-    for form in (Form(), Form(format="torch")):
+    for form in (WeightsForm(), WeightsForm(format="torch")):
         with pytest.raises(ConfigError, match="out: is there already; give another name"):
             export(path, tmp_path / "out", form)
     with pytest.raises(ConfigError, match="no checkpoint there"):
@@ -180,7 +182,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 )
 def test_form_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Form(**options)
+        WeightsForm(**options)
 
 
 @pytest.mark.slow
@@ -193,7 +195,7 @@ def test_memory_is_that_of_one_tensor(tmp_path: Path, layout: Any) -> None:
     assert sum(parameter.nbytes for parameter in model.parameters()) > 200 * MIB
     largest = 40 * MIB if layout == "gpt2" else 0  # 10,240 x 1024 of fp32
     tracemalloc.start()
-    export(path, tmp_path / "out", Form(layout=layout))
+    export(path, tmp_path / "out", WeightsForm(layout=layout))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < largest + 56 * MIB  # two slabs of 16, pieces of 4
@@ -206,7 +208,7 @@ def test_gpt2_layout_has_their_names_and_shapes(tmp_path: Path) -> None:
     model = tiny_gpt(dropout=0.25, ffn_multiple=3)
     config = model.config
     path = gpt_checkpoint(tmp_path / "run", model, heads=config.heads, dropout=0.25)
-    export(path, tmp_path / "out", Form(layout="gpt2"))
+    export(path, tmp_path / "out", WeightsForm(layout="gpt2"))
     found = read_all(tmp_path / "out")
     ours = dict(model.named_parameters())
     expected = {
@@ -237,12 +239,12 @@ def test_heads_are_asked_for_where_nothing_tells(tmp_path: Path) -> None:
         gpt_checkpoint(tmp_path / "b", model, heads=2),
     )
     with pytest.raises(ConfigError, match=r"does not say how many attention heads.*give --heads"):
-        export(unknown, tmp_path / "out", Form(layout="gpt2"))
+        export(unknown, tmp_path / "out", WeightsForm(layout="gpt2"))
     with pytest.raises(ConfigError, match="heads: got 5, expected a divisor of the hidden size"):
-        export(unknown, tmp_path / "out", Form(layout="gpt2", heads=5))
+        export(unknown, tmp_path / "out", WeightsForm(layout="gpt2", heads=5))
     with pytest.raises(ConfigError, match="heads: got 3, and the checkpoint says 2"):
-        export(known, tmp_path / "out", Form(layout="gpt2", heads=3))
-    export(unknown, tmp_path / "out", Form(layout="gpt2", heads=2))
+        export(known, tmp_path / "out", WeightsForm(layout="gpt2", heads=3))
+    export(unknown, tmp_path / "out", WeightsForm(layout="gpt2", heads=2))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["n_head"] == 2
 
 
@@ -253,12 +255,12 @@ def test_other_models_are_no_gpt2(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"'rotary', expected 'learned'; give --layout transformers"
     ):
-        export(rotary, tmp_path / "out", Form(layout="gpt2"))
+        export(rotary, tmp_path / "out", WeightsForm(layout="gpt2"))
     other = checkpoint(
         tmp_path / "b", {**dict(tiny_gpt().named_parameters()), "calls": torch.tensor(1)}
     )
     with pytest.raises(ConfigError, match=r"GPT-2 has no calls.*export it with --layout hpczero"):
-        export(other, tmp_path / "out", Form(layout="gpt2", heads=2))
+        export(other, tmp_path / "out", WeightsForm(layout="gpt2", heads=2))
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs
@@ -278,7 +280,7 @@ def test_transformers_gives_the_same_logits(
             parameter.add_(torch.randn_like(parameter) * 0.2)
     said = {name: getattr(model.config, name) for name in ("heads", "positions", "context")}
     path = gpt_checkpoint(tmp_path / "run", model, **said)
-    export(path, tmp_path / "out", Form(layout="transformers", dtype=dtype))
+    export(path, tmp_path / "out", WeightsForm(layout="transformers", dtype=dtype))
     theirs, said = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
     )
@@ -364,7 +366,7 @@ def test_export_of_a_training_is_its_full_state(comm: MPI.Intracomm, folder: Pat
 
     def judge() -> None:
         assert expected is not None
-        export(folder / "run", folder / "out.pt", Form(format="torch"))
+        export(folder / "run", folder / "out.pt", WeightsForm(format="torch"))
         assert same(torch.load(folder / "out.pt", weights_only=True), expected)
         export(folder / "run", folder / "out")
         assert same(

@@ -20,7 +20,7 @@ import hpczero
 from hpczero.checkpoint.disk.format import MASTER
 from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign.converting import convert
-from hpczero.checkpoint.foreign.exporting import Form, export
+from hpczero.checkpoint.foreign.exporting import WeightsForm, export
 from hpczero.checkpoint.foreign.safe_file import DIGESTS_KEY
 from hpczero.checkpoint.foreign.weight_files import TorchFile, WeightFiles
 from hpczero.data import ByteTokenizer
@@ -78,7 +78,7 @@ def test_no_flip_of_a_torch_file_is_silent(tmp_path: Path) -> None:
 
 
 def test_no_flip_of_our_own_safetensors_is_silent(tmp_path: Path) -> None:
-    export(checkpoint(tmp_path / "run", state()), tmp_path / "out", Form(dtype="bf16"))
+    export(checkpoint(tmp_path / "run", state()), tmp_path / "out", WeightsForm(dtype="bf16"))
     (path,) = (tmp_path / "out").glob("*.safetensors")
     no_flip_is_silent(path, lambda: content(path), 1.0)
 
@@ -104,7 +104,7 @@ def test_no_flip_of_the_final_weights_is_silent(tmp_path: Path) -> None:
 
 
 def test_our_safetensors_are_read_by_others_and_have_digests(tmp_path: Path) -> None:
-    export(checkpoint(tmp_path / "run", state()), tmp_path / "out", Form(shard_mib=1))
+    export(checkpoint(tmp_path / "run", state()), tmp_path / "out", WeightsForm(shard_mib=1))
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 1
     found = {name: value for file in files for name, value in load_file(file).items()}

@@ -14,10 +14,10 @@ import torch
 
 from hpczero.accelerator import HostAccelerator
 from hpczero.checkpoint import held as module
-from hpczero.checkpoint.held import HeldPieces, Piece, StateHome
+from hpczero.checkpoint.held import HeldPieces, ParameterPiece, StateHome
 from hpczero.plan.offloaded import cut
 from hpczero.tier import HostTier
-from hpczero.zero.units.away_shard import AwayShard, Store
+from hpczero.zero.units.away_shard import AwayShard, UnitStore
 
 PART = "momentum"
 WINDOW = 2**14  # bytes: windows of 4096 elements, one part each
@@ -28,7 +28,7 @@ def shards(numels: list[int], padding: int) -> Iterator[list[AwayShard]]:
     """Of units with so many elements of this rank's, and padding behind them."""
     accelerator = HostAccelerator()
     with HostTier(blocks=4, block_nbytes=WINDOW, accelerator=accelerator) as tier:
-        store = Store(tier, blocks=4, window_nbytes=WINDOW, device=accelerator.device)
+        store = UnitStore(tier, blocks=4, window_nbytes=WINDOW, device=accelerator.device)
         yield [
             AwayShard(
                 f"u{i}", cut(n + padding, [range(n)], 4096), store=store, parts=[PART], near=False
@@ -37,7 +37,7 @@ def shards(numels: list[int], padding: int) -> Iterator[list[AwayShard]]:
         ]
 
 
-def pieces_of(found: list[AwayShard], numels: list[int], seed: int) -> list[Piece]:
+def pieces_of(found: list[AwayShard], numels: list[int], seed: int) -> list[ParameterPiece]:
     """Every unit cut at random, and all pieces in any order, as parameters are in a file."""
     random = np.random.default_rng(seed)
     pieces: list[tuple[Any, int, int]] = []
@@ -48,7 +48,7 @@ def pieces_of(found: list[AwayShard], numels: list[int], seed: int) -> list[Piec
     order = random.permutation(len(pieces)) if seed % 2 else np.arange(len(pieces))
     made, start = [], 0
     for unit, begin, numel in (pieces[place] for place in order):
-        made.append(Piece(start, unit, 0, begin, numel))
+        made.append(ParameterPiece(start, unit, 0, begin, numel))
         start += numel
     return made
 

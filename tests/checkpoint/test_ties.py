@@ -15,7 +15,7 @@ from torch import Tensor
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import Table
 from hpczero.checkpoint.foreign.converting import convert
-from hpczero.checkpoint.foreign.exporting import Form, export
+from hpczero.checkpoint.foreign.exporting import WeightsForm, export
 from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.checkpoint.reading import match_parameters
 from hpczero.errors import CheckpointMismatch
@@ -63,7 +63,7 @@ def test_way_out_of_a_head_that_differs_keeps_both(tmp_path: Path) -> None:
     head = weights[TABLE] + 1
     folder = put(tmp_path / "hf", {**weights, HEAD: head}, tie_word_embeddings=False)
     path = convert(folder, tmp_path / "out", layout="gpt2")
-    export(path, tmp_path / "again", Form(layout="gpt2"))
+    export(path, tmp_path / "again", WeightsForm(layout="gpt2"))
     found = WeightFiles(tmp_path / "again")
     assert torch.equal(found[HEAD].whole(), head)
     assert torch.equal(found[f"transformer.{TABLE}"].whole(), weights[TABLE])

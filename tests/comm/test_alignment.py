@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hpczero
 from hpczero.comm import Collectives, Hierarchical, Uneven, flat, hierarchical, rails
-from hpczero.comm.inside import Messages
+from hpczero.comm.inside import MessageLevel
 from hpczero.kernels.source import VECTOR_NBYTES
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.plan import footprint
@@ -53,7 +53,7 @@ def alignments(
         monkeypatch.setattr(module, "tree_sum", watched)
     for name in ("EXCHANGE_BYTES", "LEAST_BYTES"):
         monkeypatch.setattr(footprint, name, SMALL)
-    monkeypatch.setattr(Messages, "most_nbytes", SMALL)
+    monkeypatch.setattr(MessageLevel, "most_nbytes", SMALL)
     topology = hpczero.Topology.create(comm, nodes)
     transport = make(topology)
     numel = SHARD_NUMEL * comm.size

@@ -14,7 +14,7 @@ import pytest
 
 from hpczero.comm import awareness
 from hpczero.comm.awareness import (
-    Claim,
+    LibraryClaim,
     claim,
     claim_of,
     decide,
@@ -31,16 +31,21 @@ WORKS, FAILS = (True, "two ranks have tried it"), (False, "two ranks failed")
 @pytest.mark.parametrize(
     ("wish", "said", "trial", "expected"),
     [
-        (True, Claim(False, "no"), FAILS, True),  # the user's word, whatever the library says
-        (False, Claim(True, "yes"), WORKS, False),
-        (None, Claim(True, "yes"), WORKS, True),
-        (None, Claim(True, "yes"), FAILS, False),  # libraries claim support that crashes
-        (None, Claim(False, "no"), WORKS, False),
-        (None, Claim(None, "nothing"), WORKS, False),
+        (
+            True,
+            LibraryClaim(False, "no"),
+            FAILS,
+            True,
+        ),  # the user's word, whatever the library says
+        (False, LibraryClaim(True, "yes"), WORKS, False),
+        (None, LibraryClaim(True, "yes"), WORKS, True),
+        (None, LibraryClaim(True, "yes"), FAILS, False),  # libraries claim support that crashes
+        (None, LibraryClaim(False, "no"), WORKS, False),
+        (None, LibraryClaim(None, "nothing"), WORKS, False),
     ],
 )
 def test_the_users_word_then_a_claim_that_is_proved(
-    wish: bool | None, said: Claim, trial: tuple[bool, str], expected: bool
+    wish: bool | None, said: LibraryClaim, trial: tuple[bool, str], expected: bool
 ) -> None:
     found, reason = decide(wish, said, lambda: trial)
     assert found is expected
@@ -51,9 +56,9 @@ def test_nothing_is_tried_where_nothing_is_claimed() -> None:
     def never() -> tuple[bool, str]:
         raise AssertionError("tried")
 
-    decide(None, Claim(False, "no"), never)
-    decide(None, Claim(None, "nothing"), never)
-    decide(True, Claim(True, "yes"), never)
+    decide(None, LibraryClaim(False, "no"), never)
+    decide(None, LibraryClaim(None, "nothing"), never)
+    decide(True, LibraryClaim(True, "yes"), never)
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ import os, signal, time
 from mpi4py import MPI
 import numpy as np
 import hpczero
-from hpczero.job.messages import Exchange
+from hpczero.job.messages import ChunkedExchange
 from tests.helpers.pace import pace
 
 class TimeUp(Exception):

@@ -10,7 +10,7 @@ import pytest
 import hpczero
 from hpczero.comm import Hierarchical
 from hpczero.comm.devices import DirectReach, StagedReach
-from hpczero.comm.rails import Choice, Selection
+from hpczero.comm.rails import AlgorithmChoice, Selection
 from tests.comm.suite import CollectivesSuite
 from tests.helpers.late import LateAccelerator
 
@@ -87,8 +87,13 @@ class TestLibraryAndShortRounds(RectangularSuite):
     @staticmethod
     def make(topology: Topology, **options: Any) -> Hierarchical:
         # rounds of 24 bytes, so that the sizes of the suite take several
-        exchanges = (Choice("pairwise", chunk_nbytes=24), Choice("library", 24, from_nbytes=2000))
-        selection = Selection((Choice("pairwise"), Choice("library", from_nbytes=20)), exchanges)
+        exchanges = (
+            AlgorithmChoice("pairwise", chunk_nbytes=24),
+            AlgorithmChoice("library", 24, from_nbytes=2000),
+        )
+        selection = Selection(
+            (AlgorithmChoice("pairwise"), AlgorithmChoice("library", from_nbytes=20)), exchanges
+        )
         return Hierarchical(topology, selection=selection, **options)
 
 

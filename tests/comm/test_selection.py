@@ -7,16 +7,19 @@ import json
 import pytest
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS
-from hpczero.comm.rails import DEFAULT, Choice, Selection, boundary, size_text
+from hpczero.comm.rails import DEFAULT, AlgorithmChoice, Selection, boundary, size_text
 from hpczero.errors import ConfigError
 from hpczero.options.values import ALGORITHMS
 
 MEASURED = Selection(
     (
-        Choice("doubling", at_nbytes=2**14, seconds={"ring": 2e-4, "doubling": 1e-4}),
-        Choice("ring", from_nbytes=2**17, at_nbytes=2**20, seconds={"ring": 0.05}),
+        AlgorithmChoice("doubling", at_nbytes=2**14, seconds={"ring": 2e-4, "doubling": 1e-4}),
+        AlgorithmChoice("ring", from_nbytes=2**17, at_nbytes=2**20, seconds={"ring": 0.05}),
     ),
-    (Choice("pairwise", chunk_nbytes=2**18), Choice("library", from_nbytes=2**20)),
+    (
+        AlgorithmChoice("pairwise", chunk_nbytes=2**18),
+        AlgorithmChoice("library", from_nbytes=2**20),
+    ),
     origin="measured in 1.2 s",
 )
 

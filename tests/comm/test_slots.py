@@ -12,7 +12,7 @@ import torch
 
 from hpczero.comm.hierarchical import Hierarchical
 from hpczero.comm.inside import PAGE, Segment
-from hpczero.comm.window import Addresses, Slot, Slots, Window
+from hpczero.comm.window import Addresses, Window, WindowSlot, WindowSlots
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Use
 from tests.helpers.parallel import parallel_assert
@@ -37,7 +37,7 @@ def test_no_two_buffers_share_a_range_and_no_more_is_held_than_was_needed_at_onc
     draw = random.Random(seed)
     sizes = [PAGE * draw.choice([1, 2, 2, 2, 5]) for _ in range(12)]
     segment = Segment.create(comm, sum(sizes), "a test")
-    slots = Slots(segment)
+    slots = WindowSlots(segment)
     taken: dict[int, int] = {}
     most, wrong = 0, []
     for _ in range(400 if comm.rank == 0 else 0):
@@ -66,7 +66,7 @@ def test_a_buffer_of_no_elements_takes_no_range_from_another(comm: MPI.Intracomm
     """Both would begin at one place. A range that is lost is replaced by one behind the end of the file (SIGBUS)."""
     sizes = [PAGE, 0, PAGE, 0, 2 * PAGE]
     segment = Segment.create(comm, sum(sizes), "a test")
-    slots = Slots(segment)
+    slots = WindowSlots(segment)
     draw = random.Random(1)
     taken: set[int] = set()
     ends = [0]
@@ -86,7 +86,7 @@ def test_passes_after_the_second_get_no_new_pages_and_one_large_need_is_forgotte
     comm: MPI.Intracomm,
 ) -> None:
     segment = Segment.create(comm, 10 * PAGE, "a test")
-    slots = Slots(segment)
+    slots = WindowSlots(segment)
 
     def one_pass() -> list[bool]:
         """Buffer 0 throughout, two of the others at a time."""
@@ -114,7 +114,7 @@ def test_passes_after_the_second_get_no_new_pages_and_one_large_need_is_forgotte
 def test_a_range_stays_fresh_until_it_is_left_for_ranks_that_hear_of_the_second_take_first(
     comm: MPI.Intracomm,
 ) -> None:
-    slots = Slots(Segment.create(comm, 4 * PAGE, "a test"))
+    slots = WindowSlots(Segment.create(comm, 4 * PAGE, "a test"))
     assert slots.take(0, PAGE).fresh
     assert slots.take(0, PAGE).fresh
     slots.take(1, PAGE)
@@ -129,13 +129,13 @@ def test_addresses_show_what_was_written_elsewhere_and_zeros_while_hidden(
     segment = Segment.create(comm, 4 * PAGE, "a test")
     one, other = Addresses(PAGE + 10), Addresses(PAGE + 10)
     before = one.bytes.data_ptr()
-    slot = Slot(2 * PAGE, fresh=True)
+    slot = WindowSlot(2 * PAGE, fresh=True)
     segment.claim(2 * PAGE, 4 * PAGE)
     one.show(segment.file, slot)
     if comm.rank == 0:
         one.bytes.fill_(7)
     comm.Barrier()
-    other.show(segment.file, Slot(2 * PAGE, fresh=False))
+    other.show(segment.file, WindowSlot(2 * PAGE, fresh=False))
     parallel_assert(comm, bool((one.bytes == 7).all() and (other.bytes == 7).all()))
     one.hide()
     parallel_assert(comm, not one.bytes.any() and bool((other.bytes == 7).all()))
@@ -143,7 +143,7 @@ def test_addresses_show_what_was_written_elsewhere_and_zeros_while_hidden(
     parallel_assert(
         comm, bool((other.bytes == 7).all()) and bool((segment.bytes[:PAGE] == 0).all())
     )
-    one.show(segment.file, Slot(2 * PAGE, fresh=False))
+    one.show(segment.file, WindowSlot(2 * PAGE, fresh=False))
     parallel_assert(comm, bool((one.bytes == 7).all()) and one.bytes.data_ptr() == before)
 
 

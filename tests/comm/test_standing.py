@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from hpczero.comm.algorithms import Blocks, PairwiseGather, Standing, Step
+from hpczero.comm.algorithms import Blocks, MessageStep, PairwiseGather, Standing
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def test_pairs_describe_memory_that_recurs_once_and_hold_nothing_of_memory_that_
     parallel_assert(comm, held[0] == 0, f"{held[0]} requests after the end")
 
 
-def to_nobody() -> list[Step]:
+def to_nobody() -> list[MessageStep]:
     """Two requests to nobody."""
     from mpi4py import MPI
 
     nobody = [MPI.COMM_SELF.Send_init([b"", MPI.BYTE], MPI.PROC_NULL) for _ in range(2)]
-    return [Step(nobody, True)]
+    return [MessageStep(nobody, True)]
 
 
 def stands(standing: Standing, key: int) -> bool:

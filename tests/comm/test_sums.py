@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpczero.accelerator import HostAccelerator
-from hpczero.comm.sums import WHOLE_NBYTES, Messages, Shared, Sums, give_values, sums_over
+from hpczero.comm.sums import WHOLE_NBYTES, MessagePath, SharedPath, Sums, give_values, sums_over
 from hpczero.errors import CommError
 from hpczero.job.topology import Topology
 from tests.helpers.late import LateAccelerator
@@ -33,11 +33,11 @@ DTYPES = (torch.float32, *HALVES)
 LARGE = WHOLE_NBYTES // 2 + 1237  # each rank sums a part, in any dtype
 SHAPES = ((), (1,), (7,), (3, 5, 2), (0,), (2, 0, 3), (LARGE,), (3, 17, 1201))
 PATHS: dict[str, Callable[[Group, torch.device], Any]] = {
-    "shared": lambda group, _: Shared(group, HostAccelerator()),
-    "shared, small": lambda group, _: Shared(group, HostAccelerator(), room_nbytes=1000),
-    "late": lambda group, _: Shared(group, LateAccelerator()),
-    "messages": lambda group, _: Messages(group),
-    "messages, small": lambda group, _: Messages(group, room_nbytes=1000),
+    "shared": lambda group, _: SharedPath(group, HostAccelerator()),
+    "shared, small": lambda group, _: SharedPath(group, HostAccelerator(), room_nbytes=1000),
+    "late": lambda group, _: SharedPath(group, LateAccelerator()),
+    "messages": lambda group, _: MessagePath(group),
+    "messages, small": lambda group, _: MessagePath(group, room_nbytes=1000),
 }
 
 pytestmark = pytest.mark.mpi
@@ -249,7 +249,9 @@ def test_nodes_decide_the_path_and_not_the_bits(comm: MPI.Intracomm, nodes: list
         same = bits(found) == bits(expected(comm.size, shape, dtype))
         parallel_assert(comm, same, f"{dtype} {shape}")
     kinds = {type(path) for path in sums._paths.values()}
-    parallel_assert(comm, kinds == {Shared if len(set(nodes)) == 1 else Messages}, str(kinds))
+    parallel_assert(
+        comm, kinds == {SharedPath if len(set(nodes)) == 1 else MessagePath}, str(kinds)
+    )
     sums.close()
     topology.free()
 
@@ -288,7 +290,7 @@ def test_a_rank_that_waits_leaves_its_core_to_others(
 
 @pytest.mark.ranks(2, 3)
 def test_without_futex_ranks_wait_by_looking(comm: MPI.Intracomm, topology: Topology) -> None:
-    path = Shared(topology.world, HostAccelerator())
+    path = SharedPath(topology.world, HostAccelerator())
     path._bell._number = None
     sums = Sums(topology.world, lambda *_: path)
     for value in range(20):

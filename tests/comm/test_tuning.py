@@ -16,7 +16,7 @@ import hpczero
 from hpczero.comm import choose, tuning
 from hpczero.comm import tuning as sample
 from hpczero.comm.devices import DirectReach, HostReach, StagedReach
-from hpczero.comm.rails import DEFAULT, Choice, Rails
+from hpczero.comm.rails import DEFAULT, AlgorithmChoice, Rails
 from hpczero.comm.tuning import cache_file, tune
 from hpczero.job.watchdog import Watchdog
 from hpczero.options.values import ALGORITHMS
@@ -103,7 +103,7 @@ def test_what_wins_by_its_latency_does_not_serve_blocks_that_were_too_long_to_me
     longer: str,
 ) -> None:
     def over_a_slow_link(
-        _nodes: object, _candidates: object, choice: Choice, nbytes: int, runs: int
+        _nodes: object, _candidates: object, choice: AlgorithmChoice, nbytes: int, runs: int
     ) -> tuple[float, float]:
         took = nbytes * seconds_of_a_byte * (advantage if choice.algorithm == "library" else 1.0)
         return took, nbytes * seconds_of_a_byte * runs

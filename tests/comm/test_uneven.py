@@ -14,7 +14,7 @@ from typing_extensions import override
 import hpczero
 from hpczero.comm import Flat, Hierarchical, Uneven, choose
 from hpczero.comm.devices import DirectReach, StagedReach
-from hpczero.comm.rails import Choice, Selection
+from hpczero.comm.rails import AlgorithmChoice, Selection
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.memory.buffers import Use
 from tests.comm.suite import CollectivesSuite, bits, contribution, shard_owners
@@ -142,8 +142,11 @@ class TestShortRounds(UnevenSuite):
     @staticmethod
     def make(topology: Topology, **options: Any) -> Uneven:
         # rounds of 24 and 512 bytes, so that the sizes of the suite take several
-        exchanges = (Choice("pairwise", 24), Choice("pairwise", 512, from_nbytes=200))
-        selection = Selection((Choice("pairwise", 20),), exchanges)
+        exchanges = (
+            AlgorithmChoice("pairwise", 24),
+            AlgorithmChoice("pairwise", 512, from_nbytes=200),
+        )
+        selection = Selection((AlgorithmChoice("pairwise", 20),), exchanges)
         return Uneven(topology, selection=selection, **options)
 
 

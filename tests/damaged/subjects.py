@@ -27,7 +27,7 @@ from hpczero.checkpoint.disk import lines
 from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.foreign.converting import convert
-from hpczero.checkpoint.foreign.exporting import Form, export
+from hpczero.checkpoint.foreign.exporting import WeightsForm, export
 from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare
 from hpczero.errors import CheckpointBusy
@@ -248,7 +248,7 @@ def attempt(folder: Path) -> Any:
 
 
 def exported(folder: Path) -> Path:
-    export(checkpoint(folder / "run", state()), folder / "weights", Form(dtype="bf16"))
+    export(checkpoint(folder / "run", state()), folder / "weights", WeightsForm(dtype="bf16"))
     (file,) = (folder / "weights").glob("*.safetensors")
     return file
 
@@ -278,7 +278,7 @@ def gpt2_config(folder: Path) -> Path:
     model = GPT(sizes)
     model.initialize_all(seed=3)
     found = gpt_checkpoint(folder / "run", model, heads=2)
-    export(found, folder / "weights", Form(layout="gpt2"))
+    export(found, folder / "weights", WeightsForm(layout="gpt2"))
     return folder / "weights" / "config.json"
 
 

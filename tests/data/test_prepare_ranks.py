@@ -246,7 +246,7 @@ def test_place_of_tokens_is_known_before_how_many_there_are(
 ) -> None:
     counts = {"documents": 3, "text_nbytes": 2**40}
     attributes: dict[str, str | int] = {"tokenizer": "x" * (numel[0] % 1_000_000), "version": 2}
-    datasets = tuple(structure.Dataset(n, counts) for n in numel)
+    datasets = tuple(structure.TokenDataset(n, counts) for n in numel)
     made = structure.structure_of(np.dtype(dtype), datasets, attributes)
     assert made.places == structure.places(np.dtype(dtype), numel[0])
     assert made.places[0] == structure.places(np.dtype(dtype), 1)[0]

@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero.hf.converting import Assembly, Box, CannotAssembleError, Group, boxes, runs, source
+from hpczero.hf.converting import (
+    Assembly,
+    Box,
+    CannotAssembleError,
+    TensorGroup,
+    boxes,
+    runs,
+    source,
+)
 
 SHAPES = {"a": (3, 4), "b": (3, 4), "c": (2, 4), "d": (3, 2, 5)}
 TENSORS = {
@@ -75,7 +83,7 @@ def test_a_converter_that_computes_is_given_whole_tensors() -> None:
     from transformers.core_model_loading import Interleave, WeightConverter
 
     converter = WeightConverter("x.w13", "x.gate_up", [Interleave(dim=0)])
-    group = Group("x.gate_up", converter, [("x.w13", "x.w13")])
+    group = TensorGroup("x.gate_up", converter, [("x.w13", "x.w13")])
     model: Any = SimpleNamespace(config=None)
     group.plan(model, {"x.w13": (6, 2)})
     assert not group.assemblies

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from hpczero.accelerator import Attached, Export, HostAccelerator, Lane, Mark
+from hpczero.accelerator import Attached, HostAccelerator, Lane, Mark, MemoryExport
 from tests.helpers.sides import DEVICE, Sides, line_now, replaced_functions, replaced_methods
 
 
@@ -122,7 +122,7 @@ class PretendedAccelerator(HostAccelerator):
         return memory
 
     @override
-    def export(self, nbytes: int) -> Export:
+    def export(self, nbytes: int) -> MemoryExport:
         block = super().export(nbytes)
         self._sides.device.put(block.memory)
         return block

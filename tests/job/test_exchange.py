@@ -10,7 +10,7 @@ import torch
 
 from hpczero.errors import CommError
 from hpczero.job import messages
-from hpczero.job.messages import Exchange
+from hpczero.job.messages import ChunkedExchange
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
 
@@ -34,13 +34,13 @@ def test_tensors_of_all_ranks_keep_their_bits(
         generator = torch.Generator().manual_seed(rank)
         return (torch.randn(5, length, generator=generator) * 3).to(dtype).t()
 
-    found = Exchange(topology).joined(of(comm.rank), "gather")
+    found = ChunkedExchange(topology).joined(of(comm.rank), "gather")
     expected = torch.cat([of(rank) for rank in range(comm.size)])
     parallel_assert(comm, found.dtype == dtype and torch.equal(found, expected), str(found))
 
 
 def test_numbers_and_reductions(comm: MPI.Intracomm, topology: Topology) -> None:
-    exchange, ranks = Exchange(topology), torch.arange(comm.size)
+    exchange, ranks = ChunkedExchange(topology), torch.arange(comm.size)
     parallel_assert(comm, exchange.joined(torch.tensor(comm.rank), "gather").equal(ranks))
     mine = torch.tensor([comm.rank, -comm.rank], dtype=torch.float32)
     expected = torch.stack([ranks, -ranks], dim=1).float()
@@ -58,7 +58,7 @@ def test_padding_reaches_the_longest_of_any_rank(
     comm: MPI.Intracomm, topology: Topology, first: bool
 ) -> None:
     mine = torch.full((2, comm.rank + 1), float(comm.rank))
-    found = Exchange(topology).padded(mine, 1, -100, first=first, what="pad")
+    found = ChunkedExchange(topology).padded(mine, 1, -100, first=first, what="pad")
     more = torch.full((2, comm.size - comm.rank - 1), -100.0)
     expected = torch.cat([more, mine] if first else [mine, more], dim=1)
     parallel_assert(comm, found.equal(expected), str(found))
@@ -77,7 +77,7 @@ def test_ranks_in_different_calls_are_named(comm: MPI.Intracomm, topology: Topol
 
 @pytest.mark.ranks(2, 3)
 def test_tensors_that_cannot_be_joined_are_named(comm: MPI.Intracomm, topology: Topology) -> None:
-    exchange = Exchange(topology)
+    exchange = ChunkedExchange(topology)
     kinds = torch.ones(2, dtype=torch.int64 if comm.rank == 1 else torch.float32)
     raises_on_all(
         comm, CommError, "rank 1 brings torch.int64", lambda: exchange.joined(kinds, "gather")

@@ -19,7 +19,7 @@ from hpczero.parallel import close, cut, gpt_rule, gpt_stages, split
 from hpczero.parallel.tensor.layers import ColumnLinear
 from hpczero.plan.degrees import mesh_of
 from hpczero.plan.sent import sent_by
-from hpczero.plan.spread import Held, Spread, part_of_gpt
+from hpczero.plan.spread import ForwardSizes, Spread, part_of_gpt
 from hpczero.run.evaluation import PipelinePasses, passes_of
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.building import divide
@@ -87,7 +87,7 @@ def test_what_autograd_keeps_of_a_block_is_what_the_plan_counts(
         block = model.get_submodule("blocks.0")
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             y = block(x)
-        planned = Held(config, 2 * 48, 4, 1, tensor=comm.size, sequence_parallel=sequence)
+        planned = ForwardSizes(config, 2 * 48, 4, 1, tensor=comm.size, sequence_parallel=sequence)
         counted, expected = sum(kept.values()), planned.forward_nbytes
         # Beside it: a mean and a deviation of each token and norm, a sum of exponentials of each token and head.
         small = 4 * 2 * 48 * (4 + 12)

@@ -15,7 +15,7 @@ from hpczero.errors import PlanError
 from hpczero.models import GPT, PRESETS, GPTConfig, parameter_shapes
 from hpczero.plan.alternatives import alternatives
 from hpczero.plan.offload import Activations
-from hpczero.plan.peak import Network, Run
+from hpczero.plan.peak import ModelSizes, PlannedRun
 from hpczero.plan.sizing import activation_nbytes
 from tests.plan.test_sizing import peak_nbytes
 
@@ -94,8 +94,8 @@ def test_what_takes_as_much_memory_on_its_way_is_refused_with_both_figures() -> 
 
 def test_a_run_that_activations_fill_is_told_of_the_disk() -> None:
     deep = dataclasses.replace(PRESETS["gpt2"], layers=96)
-    run = Run(
-        network=Network(deep, tuple(parameter_shapes(deep))),
+    run = PlannedRun(
+        network=ModelSizes(deep, tuple(parameter_shapes(deep))),
         ranks=2,
         local_size=2,
         transport="window",
@@ -110,7 +110,7 @@ def test_a_run_that_activations_fill_is_told_of_the_disk() -> None:
     assert on_disk.most < 0.9 * run.most
     saved = 95 * run.input_nbytes - on_disk.kept.staging_nbytes(run.input_nbytes)
     assert run.most - on_disk.most == saved
-    fits: Callable[[Run], bool] = lambda other: (  # noqa: E731
+    fits: Callable[[PlannedRun], bool] = lambda other: (  # noqa: E731
         other.most <= on_disk.most and other.micro_batch == run.micro_batch
     )
     words = [found.words for found in alternatives(run, fits, cores=2)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpczero.plan.__main__ import Options, build_report, main, parse_nbytes
+from hpczero.plan.__main__ import PlanOptions, build_report, main, parse_nbytes
 from hpczero.plan.plan import Plan
 from hpczero.plan.rules import default_rule
 from tests.foreign import llama
@@ -101,24 +101,24 @@ def test_longer_sequence_needs_more_memory_for_each_sample() -> None:
 
 
 def test_nothing_fits_names_the_ranks_that_would_do() -> None:
-    report = build_report(Options(memory="40GB", ranks=64, model="gpt-170b"))
+    report = build_report(PlanOptions(memory="40GB", ranks=64, model="gpt-170b"))
     assert report.best is None
     words = report.recommendation.split()
     ranks = int(words[words.index("ranks") - 1])
-    enough = build_report(Options(memory="40GB", ranks=ranks, model="gpt-170b"))
-    short = build_report(Options(memory="40GB", ranks=ranks - 1, model="gpt-170b"))
+    enough = build_report(PlanOptions(memory="40GB", ranks=ranks, model="gpt-170b"))
+    short = build_report(PlanOptions(memory="40GB", ranks=ranks - 1, model="gpt-170b"))
     assert enough.best is not None
     assert enough.best.stage == 3
     assert short.best is None
 
 
 def test_nothing_fits_at_any_size_says_so() -> None:
-    report = build_report(Options(memory="1GB", ranks=64, model="gpt-170b"))
+    report = build_report(PlanOptions(memory="1GB", ranks=64, model="gpt-170b"))
     assert "no number of ranks helps" in report.recommendation
 
 
 def test_too_large_a_micro_batch_names_the_largest() -> None:
-    report = build_report(Options(memory="32GB", ranks=400, model="gpt-60b", micro_batch=100))
+    report = build_report(PlanOptions(memory="32GB", ranks=400, model="gpt-60b", micro_batch=100))
     assert report.best is None
     assert (
         f"use micro-batch {report.fits[3].micro_batch_checkpointed} or less"

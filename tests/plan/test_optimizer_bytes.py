@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpczero.models.config import GPTConfig
-from hpczero.plan.__main__ import Options, build_report
+from hpczero.plan.__main__ import PlanOptions, build_report
 from hpczero.plan.memory import STATE_BYTES
 from hpczero.predict.answer import as_json
 from tests.helpers.parallel import parallel_assert
@@ -32,7 +32,7 @@ def test_state_that_the_plan_command_says_is_what_training_holds_to_the_byte(
     comm: MPI.Intracomm, topology: hpczero.Topology, name: str
 ) -> None:
     """At every stage, of the model that the options describe; its units do not divide."""
-    options = Options(
+    options = PlanOptions(
         ranks=comm.size,
         memory="1GB",
         precision="fp32",

@@ -18,7 +18,7 @@ from hpczero.plan.rules import default_rule
 from hpczero.plan.sizing import (
     DEVICE_LOSS_PIECE_NUMEL,
     LOSS_PIECE_NUMEL,
-    Machine,
+    MachineSizes,
     activation_nbytes,
     arriving_nbytes,
     blockwise_plan,
@@ -138,7 +138,7 @@ def test_states_follow_the_documented_table(stage: int, coefficients: tuple[int,
     row = fit(
         config,
         blockwise_plan(parameter_shapes(config), num_shards=ranks, stage=stage, precision="bf16"),
-        Machine(ranks, 10**12),
+        MachineSizes(ranks, 10**12),
         sequence=1024,
     )
     whole, divided = coefficients
@@ -231,7 +231,7 @@ def test_largest_micro_batch_fits_and_one_more_does_not(checkpointing: bool) -> 
     row = fit(
         config,
         blockwise_plan(parameter_shapes(config), num_shards=16, stage=2, precision="bf16"),
-        Machine(16, room),
+        MachineSizes(16, room),
         sequence=1024,
     )
     batch = row.micro_batch_checkpointed if checkpointing else row.micro_batch
@@ -252,7 +252,7 @@ def test_checkpointing_is_counted_only_where_the_micro_batch_needs_it() -> None:
         row = fit(
             config,
             blockwise_plan(parameter_shapes(config), num_shards=16, stage=2, precision="bf16"),
-            Machine(16, 32 * 10**9),
+            MachineSizes(16, 32 * 10**9),
             sequence=1024,
             micro_batch=micro_batch,
         )

@@ -9,13 +9,13 @@ import pytest
 
 from hpczero.job.mesh import Mesh
 from hpczero.models.config import GPTConfig, parameter_count, parameter_shapes
-from hpczero.plan.degrees import Span, rank_map, span_of
+from hpczero.plan.degrees import GroupSpan, rank_map, span_of
 from hpczero.plan.footprint import footprint_of
-from hpczero.plan.peak import Network, Run
+from hpczero.plan.peak import ModelSizes, PlannedRun
 from hpczero.plan.precision import DType
 from hpczero.plan.sent import Wire, sent_by
 from hpczero.plan.sizing import activation_nbytes
-from hpczero.plan.spread import Held, Spread, bubble, forwards_alive
+from hpczero.plan.spread import ForwardSizes, Spread, bubble, forwards_alive
 
 MODEL = GPTConfig(vocab_size=101, context=12, layers=5, hidden=24, heads=4)
 ROUND = GPTConfig(vocab_size=512, context=64, layers=8, hidden=64, heads=8, positions="rotary")
@@ -37,8 +37,8 @@ def test_without_other_degrees_it_is_the_plan_of_zero(
         accumulation=2,
         transport=transport,
     )
-    run = Run(
-        network=Network(MODEL, tuple(parameter_shapes(MODEL))),
+    run = PlannedRun(
+        network=ModelSizes(MODEL, tuple(parameter_shapes(MODEL))),
         ranks=8,
         local_size=4,
         transport=transport,
@@ -69,7 +69,7 @@ def test_without_other_degrees_it_is_the_plan_of_zero(
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("model", [MODEL, ROUND])
 def test_activations_of_one_rank_are_those_of_sizing(model: GPTConfig, checkpointing: bool) -> None:
-    held = Held(model, 3 * model.context, 2, model.layers, checkpointing=checkpointing)
+    held = ForwardSizes(model, 3 * model.context, 2, model.layers, checkpointing=checkpointing)
     expected = activation_nbytes(
         model, sequence=model.context, batch=3, itemsize=2, checkpointing=checkpointing
     )
@@ -80,11 +80,11 @@ def test_activations_of_one_rank_are_those_of_sizing(model: GPTConfig, checkpoin
 def test_activations_of_a_block_are_korthikantis_without_masks_of_dropout(tensor: int) -> None:
     model = GPTConfig(vocab_size=101, context=64, layers=8, hidden=64, heads=8)
     sbh = 64 * 2 * 64  # sequence x batch x hidden
-    plain = Held(model, 128, 2, 1, tensor=tensor)
+    plain = ForwardSizes(model, 128, 2, 1, tensor=tensor)
     assert plain.forward_nbytes == sbh * (8 + 24 / tensor)
-    parallel = Held(model, 128, 2, 1, tensor=tensor, sequence_parallel=True)
+    parallel = ForwardSizes(model, 128, 2, 1, tensor=tensor, sequence_parallel=True)
     assert parallel.forward_nbytes == sbh * (4 + 28 / tensor)  # theirs gathers once more
-    inputs = Held(model, 128, 2, 1, tensor=tensor, checkpointing=True)
+    inputs = ForwardSizes(model, 128, 2, 1, tensor=tensor, checkpointing=True)
     assert inputs.forward_nbytes == 2 * sbh
 
 
@@ -203,7 +203,7 @@ def test_attention_of_shared_tokens_exchanges_four_tensors_each_way() -> None:
     tokens = 2 * 64 // 4
     expected = 8 * 8 * tokens * 64 * 3 // 4 * 4
     assert sent_by(spread, 0).context == Wire(expected, 0)
-    assert spread.shards == Span(8, 2)  # they hold the same parameters, and share them too
+    assert spread.shards == GroupSpan(8, 2)  # they hold the same parameters, and share them too
 
 
 def test_stages_send_activations_on_and_gradients_back() -> None:
@@ -237,11 +237,11 @@ def test_stage_3_under_a_pipeline_gathers_each_unit_once_a_step() -> None:
 
 def test_groups_lie_on_nodes_as_ranks_count_up() -> None:
     mesh = Mesh(pipeline=2, replicate=2, shard=2, tensor=2)
-    assert span_of(mesh, 4, "tensor") == Span(2, 1)
-    assert span_of(mesh, 4, "shard") == Span(2, 1)
-    assert span_of(mesh, 4, "replicate") == Span(2, 2)
-    assert span_of(mesh, 4, "pipeline") == Span(2, 2)
-    assert span_of(mesh, 4, "replicate", "shard", first=8) == Span(4, 2)
+    assert span_of(mesh, 4, "tensor") == GroupSpan(2, 1)
+    assert span_of(mesh, 4, "shard") == GroupSpan(2, 1)
+    assert span_of(mesh, 4, "replicate") == GroupSpan(2, 2)
+    assert span_of(mesh, 4, "pipeline") == GroupSpan(2, 2)
+    assert span_of(mesh, 4, "replicate", "shard", first=8) == GroupSpan(4, 2)
 
 
 @pytest.mark.parametrize("names", [("tensor",), ("shard", "sequence"), ("pipeline", "tensor")])
@@ -249,7 +249,7 @@ def test_members_counted_by_strides_are_those_of_the_mesh(names: tuple[str, ...]
     mesh = Mesh(pipeline=2, replicate=3, shard=2, sequence=2, tensor=2)
     members = mesh.members(0, *names)
     for local in (2, 3, 8):
-        expected = Span(len(members), len({rank // local for rank in members}))
+        expected = GroupSpan(len(members), len({rank // local for rank in members}))
         assert span_of(mesh, local, *names) == expected
 
 

@@ -10,7 +10,7 @@ import pytest
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.plan.offload import Offload
-from hpczero.plan.peak import Network, Run
+from hpczero.plan.peak import ModelSizes, PlannedRun
 from hpczero.planner.choice import Freedom, candidates, choose, describe, lines, options_of
 from hpczero.planner.search import foretell_on
 from hpczero.predict.machine import Machine, load_machine
@@ -20,9 +20,9 @@ MODEL = GPTConfig(vocab_size=512, context=64, layers=4, hidden=128, heads=2)
 DISK = Freedom(media=["disk"], folder="/scratch")
 
 
-def asked(**changes: object) -> Run:
-    run = Run(
-        network=Network(MODEL, tuple(parameter_shapes(MODEL))),
+def asked(**changes: object) -> PlannedRun:
+    run = PlannedRun(
+        network=ModelSizes(MODEL, tuple(parameter_shapes(MODEL))),
         ranks=2,
         local_size=2,
         transport="window",
@@ -67,7 +67,7 @@ def test_what_is_given_is_kept() -> None:
 def test_the_fastest_that_fits_is_chosen_and_what_would_be_faster_is_named() -> None:
     seconds = {0: 1.0, 1: 3.0, 2: 2.0, 3: 4.0}
 
-    def foretell(run: Run) -> Prediction:
+    def foretell(run: PlannedRun) -> Prediction:
         spent = seconds[run.stage] + run.accumulation / 10 + run.checkpointing / 2
         base = foretell_on(MODEL, machine())(run)
         parts = dataclasses.replace(base, forward_s=spent, backward_s=0, communication_s=0)
@@ -91,7 +91,7 @@ def test_the_fastest_that_fits_is_chosen_and_what_would_be_faster_is_named() -> 
 
 
 def test_settings_alike_within_a_hundredth_go_to_the_simpler_one() -> None:
-    def foretell(run: Run) -> Prediction:
+    def foretell(run: PlannedRun) -> Prediction:
         base = foretell_on(MODEL, machine())(run)
         faster = 0.995 if run.offload.any else 1.0  # so little is noise
         return dataclasses.replace(
@@ -189,9 +189,9 @@ def test_a_tier_without_rates_is_refused_by_name() -> None:
 
 def test_a_search_foretells_each_of_a_few_hundred_settings_once() -> None:
     run, foretell = asked(micro_batch=64), foretell_on(MODEL, machine())
-    asked_for: list[Run] = []
+    asked_for: list[PlannedRun] = []
 
-    def counted(run: Run) -> Prediction:
+    def counted(run: PlannedRun) -> Prediction:
         asked_for.append(run)
         return foretell(run)
 

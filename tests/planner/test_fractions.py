@@ -15,7 +15,7 @@ from hpczero.options.reading import read_run_config
 from hpczero.plan.footprint import footprint_of
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.offloaded import OffloadedPlan, cuts, units_away
-from hpczero.plan.peak import Network, Run
+from hpczero.plan.peak import ModelSizes, PlannedRun
 from hpczero.planner.choice import (
     Choice,
     Foretold,
@@ -36,9 +36,9 @@ EVERYWHERE = Freedom(media=["host", "disk"], rests=["host", "disk"], folder="/sc
 DISK = Freedom(media=["disk"], rests=["disk"], folder="/scratch")
 
 
-def asked(model: GPTConfig = MODEL, **changes: object) -> Run:
-    run = Run(
-        network=Network(model, tuple(parameter_shapes(model))),
+def asked(model: GPTConfig = MODEL, **changes: object) -> PlannedRun:
+    run = PlannedRun(
+        network=ModelSizes(model, tuple(parameter_shapes(model))),
         ranks=2,
         local_size=2,
         transport="window",
@@ -64,27 +64,27 @@ def machine() -> Machine:
     return dataclasses.replace(load_machine("dgx-h100"), **rates, **host)
 
 
-def within(limit: int, run: Run) -> bool:
+def within(limit: int, run: PlannedRun) -> bool:
     return run.most <= limit
 
 
-def on_device(nbytes: float) -> Callable[[Run], bool]:
+def on_device(nbytes: float) -> Callable[[PlannedRun], bool]:
     return lambda run: run.most - run.tiered <= nbytes
 
 
-def found(run: Run, freedom: Freedom, nbytes: float, model: GPTConfig = MODEL) -> Choice:
+def found(run: PlannedRun, freedom: Freedom, nbytes: float, model: GPTConfig = MODEL) -> Choice:
     balance = balance_on(run, machine())
     foretell = foretell_on(model, machine())
     return search(run, freedom, foretell, fits=on_device(nbytes), balance=balance)
 
 
-def tight(run: Run, share: float, freedom: Freedom = DISK) -> float:
+def tight(run: PlannedRun, share: float, freedom: Freedom = DISK) -> float:
     """A limit between what the smallest whole candidate holds and what stage 3 in memory does."""
     most = [one.most - one.tiered for one in candidates(run, freedom)]
     return min(most) + share * (run.most - min(most))
 
 
-def parts(choice: Choice) -> list[Run]:
+def parts(choice: Choice) -> list[PlannedRun]:
     return [one.run for one in choice.fitting if one.run.offload.fraction < 1]
 
 
@@ -122,7 +122,7 @@ def test_halving_finds_the_part_that_counting_units_finds(
         run = asked(model, stage=stage, offload=offload, **shared)
         sizes = sizes_of(run)
 
-        def held(count: int, run: Run = run, sizes: list[int] = sizes) -> int:
+        def held(count: int, run: PlannedRun = run, sizes: list[int] = sizes) -> int:
             fraction = cuts(sizes)[count]
             away = dataclasses.replace(run.offload, fraction=fraction) if count else Offload()
             return dataclasses.replace(run, offload=away).most
@@ -291,9 +291,9 @@ def test_a_model_that_never_fits_has_no_part_that_does() -> None:
 def test_everything_at_once_is_searched_by_a_few_questions_of_each_setting() -> None:
     model = PRESETS["gpt2-xl"]
     run = asked(model, micro_batch=64, offload=Offload())
-    questions: list[Run] = []
+    questions: list[PlannedRun] = []
 
-    def fits(run: Run) -> bool:
+    def fits(run: PlannedRun) -> bool:
         questions.append(run)
         return on_device(1.2e10)(run)
 

@@ -18,7 +18,7 @@ from hpczero.plan.footprint import IN_FLIGHT, footprint_of, gather_messages, rai
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.predict.model import predict
-from hpczero.predict.network import NOTHING, Network, Rails, launches
+from hpczero.predict.network import NOTHING, Network, RailTimes, launches
 from scaling.evidence.record import ROOT
 
 H100 = load_machine("dgx-h100")
@@ -26,8 +26,10 @@ SMALL = GPTConfig(vocab_size=4096, context=256, layers=4, hidden=512, heads=8)
 MIB = 2**20
 
 
-def rails(machine: Machine = H100, nodes: int = 50, local: int = 8, *, spans: bool = True) -> Rails:
-    return Rails(machine, nodes, local, 4 * MIB, spans=spans)
+def rails(
+    machine: Machine = H100, nodes: int = 50, local: int = 8, *, spans: bool = True
+) -> RailTimes:
+    return RailTimes(machine, nodes, local, 4 * MIB, spans=spans)
 
 
 def free(machine: Machine = H100, **changes: float) -> Machine:
@@ -93,7 +95,7 @@ def test_a_round_launches_what_the_transport_does() -> None:
 # --- time
 
 
-def turns(rail: Rails, rounds: int, nbytes: int) -> float:
+def turns(rail: RailTimes, rounds: int, nbytes: int) -> float:
     """Steps one after the other, as the algorithm starts them: on the host, then on the network, then a latency."""
     machine, host, wire = rail.machine, 0.0, 0.0
     under_way: deque[float] = deque()

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpczero.preflight.verdict import (
+    NodeReading,
     NodeReport,
-    Reading,
     blame,
     faults,
     rounds,
@@ -217,10 +217,12 @@ def test_every_node_that_wrote_is_read_once_by_another_one() -> None:
 
 
 def test_second_reader_has_read_rightly_and_is_neither_of_the_two() -> None:
-    good, wrong = Reading(1, 2), Reading(0, 1, "has other bytes")
-    assert who_reads_again([wrong, good, Reading(2, 0)]) == [Reading(2, 1)]
-    assert who_reads_again([wrong, good, Reading(2, 0, "cannot be read")]) == [Reading(1, 0)]
+    good, wrong = NodeReading(1, 2), NodeReading(0, 1, "has other bytes")
+    assert who_reads_again([wrong, good, NodeReading(2, 0)]) == [NodeReading(2, 1)]
+    assert who_reads_again([wrong, good, NodeReading(2, 0, "cannot be read")]) == [
+        NodeReading(1, 0)
+    ]
     assert who_reads_again([good]) == []
-    assert blame([Reading(0, 0, "has other bytes")], [], ["a"]) == {
+    assert blame([NodeReading(0, 0, "has other bytes")], [], ["a"]) == {
         0: "what it wrote has other bytes"
     }

@@ -14,7 +14,7 @@ from hpczero.errors import ConfigError
 from hpczero.job.topology import Topology
 from hpczero.models.config import GPTConfig
 from hpczero.options.config import OffloadOptions, RunConfig, RunOptions, TrainOptions
-from hpczero.plan.peak import Run
+from hpczero.plan.peak import PlannedRun
 from hpczero.plan.sizing import Batch
 from hpczero.planner import choice
 from hpczero.probe import job, tiers
@@ -43,7 +43,7 @@ def chosen(topology: Topology, folder: Path | None, **offload: Any) -> choosing.
     return choosing.choose_settings(config, MODEL, batch, topology, HostAccelerator())
 
 
-def limited(monkeypatch: pytest.MonkeyPatch, fits: Callable[[Run], bool]) -> None:
+def limited(monkeypatch: pytest.MonkeyPatch, fits: Callable[[PlannedRun], bool]) -> None:
     monkeypatch.setattr(choosing, "fitting_on", lambda run, topology, accelerator: fits)
 
 
@@ -67,7 +67,7 @@ def test_a_part_of_the_units_and_inputs_elsewhere_are_applied_and_taken_over(
     last = topology.rank == topology.size - 1
     most = 2 if last else 1  # units away that are enough for this rank
 
-    def fits(run: Run) -> bool:
+    def fits(run: PlannedRun) -> bool:
         away = len(run.offloaded.away)
         return run.checkpointing and run.kept.away and away >= most
 

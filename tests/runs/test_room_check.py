@@ -14,21 +14,21 @@ import pytest
 
 from hpczero.accelerator import HostAccelerator
 from hpczero.errors import ConfigError, OutOfMemory
-from hpczero.job.limits import Room, Usage, usage
+from hpczero.job.limits import ProcessMemory, Room, usage
 from hpczero.job.topology import Topology
 from hpczero.models import PRESETS, parameter_shapes
 from hpczero.plan import peak
 from hpczero.plan.alternatives import alternatives, describe
 from hpczero.plan.offload import Offload
-from hpczero.plan.peak import Network, Run
+from hpczero.plan.peak import ModelSizes, PlannedRun
 from hpczero.plan.plan import Plan
 from hpczero.plan.sizing import blockwise_plan
 from hpczero.run.starting.room_check import Bound, RoomCheck, gather_bounds
 from tests.helpers.mpirun import run_command
 
 XL = PRESETS["gpt2-xl"]
-RUN = Run(
-    network=Network(XL, tuple(parameter_shapes(XL))),
+RUN = PlannedRun(
+    network=ModelSizes(XL, tuple(parameter_shapes(XL))),
     ranks=2,
     local_size=2,
     transport="window",
@@ -44,7 +44,7 @@ RUN = Run(
 def test_everything_said_to_fit_fits_and_trains_the_same_batch() -> None:
     for limit in (45e9, 20e9, 8e9):
 
-        def fits(run: Run, limit: float = limit) -> bool:
+        def fits(run: PlannedRun, limit: float = limit) -> bool:
             return run.most <= limit
 
         found = alternatives(RUN, fits, cores=4)
@@ -104,7 +104,7 @@ def test_memory_that_runs_out_inside_a_run_says_what_the_plan_needs() -> None:
     small = PRESETS["gpt-micro"]
     run = dataclasses.replace(
         RUN,
-        network=Network(small, tuple(parameter_shapes(small))),
+        network=ModelSizes(small, tuple(parameter_shapes(small))),
         ranks=1,
         local_size=1,
         transport="flat",
@@ -136,7 +136,7 @@ def test_the_deepest_model_is_refused_after_a_few_plans_of_it(
         return blockwise_plan(*args, **kwargs)
 
     monkeypatch.setattr(peak, "blockwise_plan", counted)
-    network = Network(deep, tuple(parameter_shapes(deep)))
+    network = ModelSizes(deep, tuple(parameter_shapes(deep)))
     run = dataclasses.replace(RUN, network=network, ranks=1, local_size=1, transport="flat")
     topology = Topology.alone()
     try:
@@ -184,7 +184,7 @@ def test_a_limit_of_one_rank_alone_does_not_hide_what_ranks_have_together(
 ) -> None:
     alone = [Room("ulimit", "", "mapped", 10**12, 0)] * (topology.rank == 1)
     shared = Room("memory", "host", "resident", 10**10, 0)
-    own = Usage(resident=10 + topology.rank, of_files=0, mapped=7, private=0)
+    own = ProcessMemory(resident=10 + topology.rank, of_files=0, mapped=7, private=0)
     bounds = gather_bounds([*alone, shared], own, topology)
     assert bounds[-1].members == topology.size
     assert bounds[-1].own == sum(10 + rank for rank in range(topology.size))

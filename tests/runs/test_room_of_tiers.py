@@ -11,16 +11,16 @@ from hpczero.job.limits import Room
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.options.config import ActivationOptions, ModelOptions, OffloadOptions, RunConfig
 from hpczero.plan.offload import MIB, Medium, Offload
-from hpczero.plan.peak import Network, Run
+from hpczero.plan.peak import ModelSizes, PlannedRun
 from hpczero.run.starting import choosing
 from hpczero.run.starting.room_check import Bound
 
 MODEL = GPTConfig(vocab_size=512, context=64, layers=8, hidden=256, heads=4)
 
 
-def resting_on(medium: Medium) -> Run:
-    run = Run(
-        network=Network(MODEL, tuple(parameter_shapes(MODEL))),
+def resting_on(medium: Medium) -> PlannedRun:
+    run = PlannedRun(
+        network=ModelSizes(MODEL, tuple(parameter_shapes(MODEL))),
         ranks=2,
         local_size=2,
         transport="flat",

@@ -11,7 +11,7 @@ import pytest
 
 from hpczero.models.config import parameter_shapes
 from hpczero.plan.offload import MIB, Offload
-from hpczero.plan.peak import Network, Run
+from hpczero.plan.peak import ModelSizes, PlannedRun
 from hpczero.planner.choice import Freedom, candidates
 from hpczero.planner.search import foretell_on, search
 from hpczero.predict.machine import load_machine
@@ -95,8 +95,8 @@ def test_settings_that_a_cut_run_has_measured_whole_are_kept(
 
 def test_choice_runner_up_and_distinct_kinds_are_trained_and_nothing_far_slower() -> None:
     model = Setting(12, 512, 128, 2).model
-    run = Run(
-        network=Network(model, tuple(parameter_shapes(model))),
+    run = PlannedRun(
+        network=ModelSizes(model, tuple(parameter_shapes(model))),
         ranks=2,
         local_size=2,
         transport="window",

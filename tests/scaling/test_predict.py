@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
-from hpczero.predict.machine import Measured
+from hpczero.predict.machine import MeasuredKernels
 from scaling.evidence.record import ROOT, Row
 from scaling.predict.host import host_machine, predict_on_host
 from scaling.predict.report import draw, text
@@ -50,7 +50,7 @@ def cells(said: str) -> list[list[str]]:
 
 
 def test_rates_of_products_are_interpolated_by_their_flops() -> None:
-    measured = Measured.of_ranks([rank()])
+    measured = MeasuredKernels.of_ranks([rank()])
 
     def rate(side: int) -> float:
         return 2 * side**3 / measured.matmul_s(side, side, side)
@@ -66,7 +66,7 @@ def test_rates_of_products_are_interpolated_by_their_flops() -> None:
 
 def test_products_of_few_tokens_are_as_slow_as_measured() -> None:
     thin = {"few": {"16": 1e8, "64": 2e8}, "inner": {"16": 5e7, "64": 1e8}}
-    measured = Measured.of_ranks([{**rank(), **thin}])
+    measured = MeasuredKernels.of_ranks([{**rank(), **thin}])
 
     def rate(m: int, k: int, n: int) -> float:
         return 2 * m * k * n / measured.matmul_s(m, k, n)
@@ -78,7 +78,7 @@ def test_products_of_few_tokens_are_as_slow_as_measured() -> None:
 
 
 def test_ranks_are_averaged_in_seconds() -> None:
-    measured = Measured.of_ranks([rank(1.0, alone=False), rank(3.0, alone=False)])
+    measured = MeasuredKernels.of_ranks([rank(1.0, alone=False), rank(3.0, alone=False)])
     assert measured.products["64"] == pytest.approx(1e9 / 2)
     assert measured.update_s(10) == pytest.approx(6e-8)
     assert measured.sum_s(1, 10) == pytest.approx(2e-8)
@@ -96,7 +96,7 @@ def test_a_step_of_measured_kernels_scales_with_them() -> None:
     found = [
         predict_on_host(
             WORKLOADS["gpt-8x512"].model,
-            Measured.of_ranks([rank(slower)]),
+            MeasuredKernels.of_ranks([rank(slower)]),
             ranks=1,
             stage=stage,
             micro_batch=4,

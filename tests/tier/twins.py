@@ -19,7 +19,7 @@ from hpczero.accelerator import HostAccelerator
 from hpczero.errors import TierError
 from hpczero.memory.pages import host_pages
 from hpczero.tier import StagedTier, Staging
-from hpczero.tier.staged import Block
+from hpczero.tier.staged import StagingBlock
 
 PAGE = 4096
 SPOILED = 0xA5
@@ -78,12 +78,12 @@ class SlowTier(PageTier):
 class _Spoiling(Staging):
     """Blocks that hold nonsense when they are taken, and when they are given back without being written."""
 
-    def take(self, nbytes: int, holder: str) -> Block:
+    def take(self, nbytes: int, holder: str) -> StagingBlock:
         block = super().take(nbytes, holder)
         block.memory.fill_(SPOILED)
         return block
 
-    def give_back(self, block: Block, *, read_until=None) -> None:
+    def give_back(self, block: StagingBlock, *, read_until=None) -> None:
         block.memory.fill_(SPOILED)
         super().give_back(block, read_until=read_until)
 

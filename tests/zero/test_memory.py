@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 import hpczero
-from hpczero.accelerator import Export, HostAccelerator
+from hpczero.accelerator import HostAccelerator, MemoryExport
 from hpczero.comm.inside import Segment
 from hpczero.models import GPT, GPTConfig
 from tests.helpers.parallel import parallel_assert
@@ -236,7 +236,7 @@ def test_memory_that_a_rank_exports_is_planned(
     exported: list[int] = []
     right = HostAccelerator.export
 
-    def watched(self: HostAccelerator, nbytes: int) -> Export:
+    def watched(self: HostAccelerator, nbytes: int) -> MemoryExport:
         exported.append(nbytes)
         return right(self, nbytes)
 

@@ -29,7 +29,7 @@ from hpczero.checkpoint.disk.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign import safe_file as safefile
-from hpczero.checkpoint.foreign.safe_file import DTYPES, Entry
+from hpczero.checkpoint.foreign.safe_file import DTYPES, TensorEntry
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import Hidden
 from hpczero.files.regular import kind_of, reason
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class WeightsForm:
     """What exported weights look like.
 
     Attributes:
@@ -109,7 +109,7 @@ class Exported:
     nbytes: int
 
 
-def export(path: Path, out: Path, form: Form | None = None) -> Exported:
+def export(path: Path, out: Path, form: WeightsForm | None = None) -> Exported:
     """Write the weights of a checkpoint to ``out``. Not collective.
 
     Args:
@@ -123,7 +123,7 @@ def export(path: Path, out: Path, form: Form | None = None) -> Exported:
         CheckpointMismatch: a later version wrote it.
         CheckpointNotWritten: ``out`` cannot be written.
     """
-    form, out = form or Form(), out.resolve()
+    form, out = form or WeightsForm(), out.resolve()
     candidates = checkpoints_at(path)
     try:
         there = kind_of(out)
@@ -167,7 +167,7 @@ def of_newest(path: Path, candidates: Sequence[Path], use: Callable[[Stored], T]
     raise CorruptCheckpoint(f"{failed[0]}{older}. Restore one from a copy")
 
 
-def _write(stored: Stored, out: Path, form: Form) -> Exported:
+def _write(stored: Stored, out: Path, form: WeightsForm) -> Exported:
     names = _Names(stored, form)
     entries = [*_parameters(stored, form, names), *_buffers(stored)]
     nbytes = sum(entry.nbytes for entry in entries)
@@ -216,7 +216,7 @@ class _Names:
         heads: of attention, where it is; else 0.
     """
 
-    def __init__(self, stored: Stored, form: Form) -> None:
+    def __init__(self, stored: Stored, form: WeightsForm) -> None:
         """Raises ConfigError where the checkpoint does not fit the layout."""
         manifest = stored.manifest
         self._manifest, self._layout = manifest, form.layout
@@ -260,26 +260,26 @@ class _Names:
 # --- tensors -------------------------------------------------------------------------------------------------------
 
 
-def _parameters(stored: Stored, form: Form, names: _Names) -> Iterator[Entry]:
+def _parameters(stored: Stored, form: WeightsForm, names: _Names) -> Iterator[TensorEntry]:
     dtype = TORCH_NAMES[form.dtype]
     for row in stored.manifest.table.owners:
         pieces = partial(_cast_row, stored, row, form.dtype)
         if form.layout == "hpczero":
-            yield Entry(row.name, dtype, row.shape, pieces)
+            yield TensorEntry(row.name, dtype, row.shape, pieces)
         elif names.rotary:
             groups = gpt2.grouped(row.name, row.shape, names.heads)
             if groups is not None:
                 pieces = partial(_turned, pieces, groups)
-            yield Entry(gpt2.neox_name(row.name), dtype, row.shape, pieces)
+            yield TensorEntry(gpt2.neox_name(row.name), dtype, row.shape, pieces)
         elif gpt2.is_transposed(row.name):
             out, into = row.shape
             turned = partial(_turned, pieces, row.shape)
-            yield Entry(gpt2.their_name(row.name), dtype, (into, out), turned)
+            yield TensorEntry(gpt2.their_name(row.name), dtype, (into, out), turned)
         else:
-            yield Entry(gpt2.their_name(row.name), dtype, row.shape, pieces)
+            yield TensorEntry(gpt2.their_name(row.name), dtype, row.shape, pieces)
 
 
-def _buffers(stored: Stored) -> Iterator[Entry]:
+def _buffers(stored: Stored) -> Iterator[TensorEntry]:
     """Persistent buffers. One that modules share comes once; the checkpoint does not keep its further names."""
     begin = 0
     for name, dtype, shape in stored.manifest.meta["buffers"]:
@@ -289,7 +289,7 @@ def _buffers(stored: Stored) -> Iterator[Entry]:
                 "cannot be exported"
             )
         end = begin + prod(shape) * DTYPES[dtype][1]
-        yield Entry(name, dtype, tuple(shape), partial(stored.read, BUFFERS, begin, end))
+        yield TensorEntry(name, dtype, tuple(shape), partial(stored.read, BUFFERS, begin, end))
         begin = end
 
 
@@ -354,7 +354,7 @@ def _turned(pieces: Any, shape: tuple[int, ...]) -> Iterator[Array]:
 # --- one torch file ------------------------------------------------------------------------------------------------
 
 
-def _write_torch(path: Path, entries: list[Entry], tied: dict[str, str]) -> None:
+def _write_torch(path: Path, entries: list[TensorEntry], tied: dict[str, str]) -> None:
     """Write a plain dictionary of tensors, as ``state_dict`` makes it.
 
     Every name is there; tied ones have the same tensor.
@@ -369,7 +369,7 @@ def _write_torch(path: Path, entries: list[Entry], tied: dict[str, str]) -> None
         os.fsync(file.fileno())
 
 
-def _tensor(entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+def _tensor(entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
     data = np.empty(entry.nbytes, dtype=np.uint8)

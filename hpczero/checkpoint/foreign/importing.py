@@ -19,9 +19,9 @@ from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.format import NAMED, Table, plain_name
 from hpczero.checkpoint.exchange import EvenRuns, check_range
 from hpczero.checkpoint.foreign import weight_files
-from hpczero.checkpoint.foreign.weight_files import Held, WeightFiles, cast
+from hpczero.checkpoint.foreign.weight_files import HeldTensor, WeightFiles, cast
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.states import Kept, buffers_of
+from hpczero.checkpoint.states import KeptBuffer, buffers_of
 from hpczero.errors import CheckpointMismatch
 from hpczero.zero.buffers import persistent_buffers
 from hpczero.zero.sharding import Sharding
@@ -110,11 +110,11 @@ def _names(table: Table) -> dict[str, list[str]]:
     return found
 
 
-def _first(weights: WeightFiles, names: Sequence[str]) -> Held:
+def _first(weights: WeightFiles, names: Sequence[str]) -> HeldTensor:
     return next(weights[name] for name in names if name in weights)
 
 
-def _match(weights: WeightFiles, table: Table, buffers: Sequence[Kept]) -> None:
+def _match(weights: WeightFiles, table: Table, buffers: Sequence[KeptBuffer]) -> None:
     """Refuse weights of another model.
 
     Raises:
@@ -174,7 +174,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _RankPiece:
     """Some of the elements of one parameter that this rank holds.
 
     Attributes:
@@ -190,7 +190,7 @@ class _Piece:
     values: Tensor
 
 
-def _pieces(weights: WeightFiles, inventory: Inventory) -> Iterator[_Piece]:
+def _pieces(weights: WeightFiles, inventory: Inventory) -> Iterator[_RankPiece]:
     """All elements of ``inventory.needed``, in that order. Runs with gaps are read with what lies between them.
 
     Raises:
@@ -219,7 +219,7 @@ def _pieces(weights: WeightFiles, inventory: Inventory) -> Iterator[_Piece]:
             if own.numel < len(values):
                 picked = torch.empty(own.numel, dtype=torch.float32, device="cpu")
                 own.gather(values.numpy(), window.start, picked.numpy())
-            yield _Piece(name, window, slice(begin, begin + own.numel), picked)
+            yield _RankPiece(name, window, slice(begin, begin + own.numel), picked)
             start, begin = start + len(values), begin + own.numel
 
 
@@ -274,7 +274,7 @@ def _stream(weights: WeightFiles, inventory: Inventory, sharding: Sharding) -> N
         raise
 
 
-def _is_equal(held: Held, start: int, values: Tensor) -> bool:
+def _is_equal(held: HeldTensor, start: int, values: Tensor) -> bool:
     begin = 0
     for piece in held.pieces(start, start + len(values)):
         if not weight_files.are_equal(piece, values[begin : begin + len(piece)]):

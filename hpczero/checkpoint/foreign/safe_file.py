@@ -127,7 +127,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file.
 
     Attributes:
@@ -148,9 +148,9 @@ class Entry:
         return prod(self.shape) * DTYPES[self.dtype][1]
 
 
-def split(entries: Sequence[Entry], shard_nbytes: int) -> list[list[Entry]]:
+def split(entries: Sequence[TensorEntry], shard_nbytes: int) -> list[list[TensorEntry]]:
     """Divide entries into files of at most ``shard_nbytes``, in order. A larger tensor has a file of its own."""
-    files: list[list[Entry]] = [[]]
+    files: list[list[TensorEntry]] = [[]]
     room = shard_nbytes
     for entry in entries:
         if files[-1] and entry.nbytes > room:
@@ -162,7 +162,7 @@ def split(entries: Sequence[Entry], shard_nbytes: int) -> list[list[Entry]]:
 
 
 def write_all(
-    folder: Path, entries: Sequence[Entry], metadata: Mapping[str, str], shard_nbytes: int
+    folder: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str], shard_nbytes: int
 ) -> None:
     """Write ``model-00001-of-0000N.safetensors`` and so on, then the index that says which file has which tensor.
 
@@ -182,7 +182,7 @@ def write_all(
     write_json(folder / INDEX_FILE, index)
 
 
-def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+def write(path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
     """Write one file; it is on the disk on return.
 
     Raises:
@@ -207,7 +207,7 @@ def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> 
 class _Counted:
     """The pieces of an entry on their way into a file."""
 
-    def __init__(self, entry: Entry, file: BinaryIO) -> None:
+    def __init__(self, entry: TensorEntry, file: BinaryIO) -> None:
         self._entry = entry
         self._file = file
         self.nbytes = 0
@@ -221,7 +221,7 @@ class _Counted:
             yield flat
 
 
-def _header(ordered: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def _header(ordered: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begin = 0
     for entry in ordered:

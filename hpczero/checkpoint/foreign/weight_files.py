@@ -176,7 +176,7 @@ logger = logging.getLogger("hpczero.checkpoint")
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """One tensor in a file, as the model has it.
 
     Attributes:
@@ -281,7 +281,7 @@ def smallest_box(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, in
     return tuple(box), start
 
 
-class WeightFiles(Mapping[str, Held]):
+class WeightFiles(Mapping[str, HeldTensor]):
     """Tensors of one set of weights, by the names of the model. Files stay open and mapped while this object lives.
 
     Attributes:
@@ -306,10 +306,10 @@ class WeightFiles(Mapping[str, Held]):
             raise ConfigError(f"layout: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
         self.path = path
         self.metadata: dict[str, str] = {}
-        self._tensors: dict[str, Held] = {}
+        self._tensors: dict[str, HeldTensor] = {}
         self._checks: list[Check] = []
         files, expected = _files(path)
-        found: dict[str, Held] = {}
+        found: dict[str, HeldTensor] = {}
         for file in files:
             tensors, metadata, check = _open(file)
             self.metadata |= metadata
@@ -366,7 +366,7 @@ class WeightFiles(Mapping[str, Held]):
                 found.update(part.view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
 
-    def __getitem__(self, name: str) -> Held:
+    def __getitem__(self, name: str) -> HeldTensor:
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -444,12 +444,12 @@ def _gpt2_model(config: Path) -> dict[str, Any]:
         raise CheckpointMismatch(f"{config}: {error}") from error
 
 
-def _open(file: Path) -> tuple[dict[str, Held], dict[str, str], Check | None]:
+def _open(file: Path) -> tuple[dict[str, HeldTensor], dict[str, str], Check | None]:
     """Tensors, metadata, and what checks values against digests if there are any."""
     return _open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file)
 
 
-def _open_safetensors(file: Path) -> tuple[dict[str, Held], dict[str, str], Check | None]:
+def _open_safetensors(file: Path) -> tuple[dict[str, HeldTensor], dict[str, str], Check | None]:
     try:
         opened: Any = safe_open(
             file, framework="pt", device="cpu"
@@ -463,7 +463,9 @@ def _open_safetensors(file: Path) -> tuple[dict[str, Held], dict[str, str], Chec
                 raise CheckpointError(
                     f"{file}: {key!r} is {codes[key]}, expected one of {', '.join(_DTYPES)}; convert it"
                 )
-            found[key] = Held(tuple(part.get_shape()), _DTYPES[codes[key]], False, part.__getitem__)
+            found[key] = HeldTensor(
+                tuple(part.get_shape()), _DTYPES[codes[key]], False, part.__getitem__
+            )
         metadata = dict(opened.metadata() or {})
         digests = Digests.of(metadata, found)
     except (OSError, ValueError, MemoryError, SafetensorError) as error:
@@ -486,13 +488,13 @@ def _open_safetensors(file: Path) -> tuple[dict[str, Held], dict[str, str], Chec
     return found, metadata, None if digests is None else check
 
 
-def _open_torch(file: Path) -> tuple[dict[str, Held], dict[str, str], Check | None]:
+def _open_torch(file: Path) -> tuple[dict[str, HeldTensor], dict[str, str], Check | None]:
     opened = TorchFile(file)
     found = {}
     for key, tensor in opened.tensors.items():
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), *tensor.stride())
         storage = (*place, *tensor.shape) if tensor.numel() else None
-        found[key] = Held(
+        found[key] = HeldTensor(
             tuple(tensor.shape),
             tensor.dtype,
             False,
@@ -555,7 +557,7 @@ def check(weights: WeightFiles, aliases: Mapping[str, str]) -> None:
             )
 
 
-def is_equal(weights: Mapping[str, Held], name: str, other: str) -> bool:
+def is_equal(weights: Mapping[str, HeldTensor], name: str, other: str) -> bool:
     """Whether two tensors have one shape and the same values in fp32. Reads them, unless they are the same memory."""
     one, two = weights[name], weights[other]
     if one.shape != two.shape or is_same_memory(weights, name, other):
@@ -564,7 +566,7 @@ def is_equal(weights: Mapping[str, Held], name: str, other: str) -> bool:
     return all(are_equal(first, second) for first, second in pairs)
 
 
-def is_same_memory(weights: Mapping[str, Held], name: str, other: str) -> bool:
+def is_same_memory(weights: Mapping[str, HeldTensor], name: str, other: str) -> bool:
     """Whether two tensors are known to be the same memory."""
     return weights[name].storage is not None and weights[name].storage == weights[other].storage
 

@@ -25,7 +25,7 @@ from hpczero.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
-    from hpczero.job.messages import Exchange
+    from hpczero.job.messages import ChunkedExchange
 
 
 class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
@@ -36,7 +36,7 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
         zeroify: shards a model and its optimizer.
     """
 
-    exchange: Exchange
+    exchange: ChunkedExchange
     zeroify: Callable[[nn.Module, Optimizer], nn.Module]
 
     @classmethod
@@ -44,7 +44,7 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
         cls,
         accelerator: Any,
         args: HpczeroTrainingArguments,
-        exchange: Exchange,
+        exchange: ChunkedExchange,
         zeroify: Callable[[nn.Module, Optimizer], nn.Module],
     ) -> None:
         """Make ``accelerator``, an ``Accelerator``, one of this class. Not collective.

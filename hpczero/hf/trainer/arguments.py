@@ -26,7 +26,7 @@ import hpczero
 from hpczero.accelerator.choice import choose_accelerator
 from hpczero.errors import ConfigError, DataError
 from hpczero.job.group import unlike
-from hpczero.job.messages import Exchange
+from hpczero.job.messages import ChunkedExchange
 from hpczero.job.topology import Topology
 
 # Options that must keep their default, and what to do instead.
@@ -284,7 +284,10 @@ def check_topology(topology: Topology, args: HpczeroTrainingArguments) -> None:
 
 
 def check_equal(
-    exchange: Exchange, args: HpczeroTrainingArguments, positional: Any, named: Mapping[str, Any]
+    exchange: ChunkedExchange,
+    args: HpczeroTrainingArguments,
+    positional: Any,
+    named: Mapping[str, Any],
 ) -> None:
     """Refuse ranks whose arguments or data sets differ. Collective over the world.
 

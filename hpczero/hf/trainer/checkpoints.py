@@ -37,12 +37,12 @@ from hpczero.checkpoint.reading import find, load_one
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.files.durable import Hidden, sync
 from hpczero.hf.files import ADAPTER_CONFIG, HIDDEN, INDEX, SINGLE
-from hpczero.job.messages import Exchange
+from hpczero.job.messages import ChunkedExchange
 
 WEIGHTS = "adapter_model.safetensors"
 
 
-def load_adapter(folder: Path, model: Any, exchange: Exchange) -> None:
+def load_adapter(folder: Path, model: Any, exchange: ChunkedExchange) -> None:
     """Read the values of the active adapter on rank 0. Collective over the world: the model is whole meanwhile.
 
     Args:
@@ -175,7 +175,7 @@ STATE_FILE = "trainer_state.json"  # transformers' name for it
 class TrainerCheckpoints:
     """The checkpoints of one trainer. Methods are collective over the world."""
 
-    def __init__(self, output_dir: str, exchange: Exchange) -> None:
+    def __init__(self, output_dir: str, exchange: ChunkedExchange) -> None:
         """Not collective.
 
         Args:

@@ -181,7 +181,7 @@ class HpczeroTrainer(LossesOfOne):
         """
         # These start MPI, which comes after the device.
         from hpczero.hf.trainer.arguments import check_equal, check_topology
-        from hpczero.job.messages import Exchange
+        from hpczero.job.messages import ChunkedExchange
 
         if args is None:
             args = HpczeroTrainingArguments("tmp_trainer")
@@ -195,7 +195,7 @@ class HpczeroTrainer(LossesOfOne):
             )
         if topology is not None:
             check_topology(topology, args)
-        self._exchange = Exchange(topology or args.topology)
+        self._exchange = ChunkedExchange(topology or args.topology)
         self._sharding = dict(sharding or {})
         self._resumed: Path | None = None
         check_equal(self._exchange, args, positional, named)

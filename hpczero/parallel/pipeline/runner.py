@@ -31,7 +31,7 @@ from hpczero.parallel.pipeline.simulate import (
     schedule_of,
     simulate,
 )
-from hpczero.parallel.pipeline.stages import Stage, stage_of
+from hpczero.parallel.pipeline.stages import StageForward, stage_of
 from hpczero.plan.placement import ModelPart
 from hpczero.zero.access import counted, read_later
 from hpczero.zero.sharding import Sharding
@@ -210,7 +210,7 @@ def to_send(y: Tensor) -> Tensor:
     return y.detach().clone(memory_format=torch.contiguous_format)
 
 
-class Given(NamedTuple):
+class StageInputs(NamedTuple):
     """Inputs and targets of one stage.
 
     Attributes:
@@ -228,14 +228,14 @@ class Given(NamedTuple):
     @classmethod
     def of(
         cls,
-        stage: Stage,
+        stage: StageForward,
         micro_batches: int,
         inputs: Sequence[Any] | None,
         targets: Sequence[Any] | None,
         *,
         any_number: bool = False,
         targets_too: bool = True,
-    ) -> Given:
+    ) -> StageInputs:
         """Check what a program has given. Not collective.
 
         Args:
@@ -298,7 +298,7 @@ def _check_without_gradients(targets: Sequence[Any]) -> None:
 REDUCE = ("once", "each")
 
 
-class _Kept(NamedTuple):
+class _KeptForward(NamedTuple):
     """Of one forward, until its backward: what came in, and where the gradient of what went out enters the graph."""
 
     x: Arrived | None
@@ -359,7 +359,7 @@ class Pipeline:
         self._schedule = schedule
         self.messages = StageMessages(group, chunks=chunks, reach=state.collectives.reach)
         self._ties = Ties(state, self._stage.part(), group.size)
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._kept: dict[tuple[int, int], _KeptForward] = {}
         self._results: list[Any] = []
 
     def step(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> float:
@@ -398,7 +398,7 @@ class Pipeline:
             StepError: as ``step``.
         """
         self._check_training()
-        given = Given.of(self._stage, self.micro_batches, inputs, targets)
+        given = StageInputs.of(self._stage, self.micro_batches, inputs, targets)
         self._ties.leave_to_first()
         with self._whole():
             self._run(self._actions, given, "step")
@@ -412,7 +412,7 @@ class Pipeline:
             inputs: as of ``step``, of any number of micro-batches, the same on all stages.
             targets: as of ``step``.
         """
-        given = Given.of(self._stage, self.micro_batches, inputs, targets, any_number=True)
+        given = StageInputs.of(self._stage, self.micro_batches, inputs, targets, any_number=True)
         self._run_forwards(given, "evaluate")
         return self._mean_loss()()
 
@@ -422,7 +422,7 @@ class Pipeline:
         Args:
             inputs: as of ``evaluate``.
         """
-        given = Given.of(
+        given = StageInputs.of(
             self._stage, self.micro_batches, inputs, None, any_number=True, targets_too=False
         )
         self._run_forwards(given, "outputs")
@@ -431,12 +431,12 @@ class Pipeline:
 
     # --- parts of a step -----------------------------------------------------------------------------------------
 
-    def _run_forwards(self, given: Given, purpose: str) -> None:
+    def _run_forwards(self, given: StageInputs, purpose: str) -> None:
         stages, chunks = self._stage.group.size, len(self._stage.chunks)
         with torch.no_grad(), self._whole():
             self._run(forwards_of(stages, given.number, chunks=chunks), given, purpose)
 
-    def _run(self, actions: Sequence[Action], given: Given, purpose: str) -> None:
+    def _run(self, actions: Sequence[Action], given: StageInputs, purpose: str) -> None:
         settings = (given.number, len(self._stage.chunks), self._schedule, purpose)
         self.messages.begin(zlib.crc32(repr(settings).encode()))
         self._kept.clear()
@@ -473,7 +473,7 @@ class Pipeline:
         last = self._stage.is_last(action.chunk)
         return None if last else Message("B", piece, action.micro_batch)
 
-    def _forward(self, action: Action, x: Tensor | None, given: Given) -> None:
+    def _forward(self, action: Action, x: Tensor | None, given: StageInputs) -> None:
         chunk, i = action.chunk, action.micro_batch
         arrived = None if x is None else Arrived(x)
         inputs = of_mean(given.inputs[i], given.number) if arrived is None else (arrived.values,)
@@ -510,7 +510,7 @@ class Pipeline:
             )
         # Of a view: in torch 2.8 the edge of a torch.autograd.Function does not keep its graph.
         edge = get_gradient_edge(y.view_as(y)) if y.requires_grad else None
-        self._kept[action.chunk, action.micro_batch] = _Kept(x, edge)
+        self._kept[action.chunk, action.micro_batch] = _KeptForward(x, edge)
 
     def _backward(self, action: Action, gradient: Tensor | None, *, forwards_follow: bool) -> None:
         x, out = self._kept.pop((action.chunk, action.micro_batch))

@@ -236,7 +236,7 @@ class Stages:
     leave: Callable[..., Any]
 
 
-class Stage:
+class StageForward:
     """The forward of one stage, in place of the model's.
 
     Attributes:
@@ -373,19 +373,19 @@ def cut(
     starts = [sum(counts[:piece]) for piece in range(len(counts) + 1)]
     mine = range(group.rank, len(counts), group.size)
     chunks = [names[starts[piece] : starts[piece + 1]] for piece in mine]
-    stage_forward = Stage(model, stages, group, chunks)
+    stage_forward = StageForward(model, stages, group, chunks)
     model.__dict__.update({KEY: part, STAGE: stage_forward, "forward": stage_forward})
     return model
 
 
-def stage_of(model: nn.Module) -> Stage:
+def stage_of(model: nn.Module) -> StageForward:
     """What ``cut`` made of a model.
 
     Raises:
         PlanError: it was not cut.
     """
     found = model.__dict__.get(STAGE)
-    if not isinstance(found, Stage):
+    if not isinstance(found, StageForward):
         raise PlanError(
             f"{type(model).__name__} was not cut into stages; call hpczero.parallel.cut(model, topology, stages) "
             "before zeroify, and pass that model"

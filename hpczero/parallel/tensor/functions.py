@@ -187,7 +187,7 @@ def check_streams(sums: Sums, device: torch.device) -> None:
         raise error
 
 
-class _Kind(NamedTuple):
+class _FunctionKind(NamedTuple):
     """One of the seven.
 
     Attributes:
@@ -200,18 +200,18 @@ class _Kind(NamedTuple):
 
 
 KINDS = {
-    "enter": _Kind(lambda x, sums: x.view_as(x), "leave"),
-    "leave": _Kind(lambda x, sums: sums.all_reduce(x), "enter"),
-    "gather": _Kind(lambda x, sums, dim: sums.all_gather(x, dim), "scatter"),
-    "scatter": _Kind(lambda x, sums, dim: sums.reduce_scatter(x, dim), "gather"),
+    "enter": _FunctionKind(lambda x, sums: x.view_as(x), "leave"),
+    "leave": _FunctionKind(lambda x, sums: sums.all_reduce(x), "enter"),
+    "gather": _FunctionKind(lambda x, sums, dim: sums.all_gather(x, dim), "scatter"),
+    "scatter": _FunctionKind(lambda x, sums, dim: sums.reduce_scatter(x, dim), "gather"),
     # A copy: a view of the input could not be changed in place, and would keep all of it in memory.
-    "own_part": _Kind(lambda x, sums, dim: sums.own_part(x, dim).clone(), "whole"),
-    "whole": _Kind(lambda x, sums, dim: sums.all_gather(x, dim), "own_part"),
-    "exchange": _Kind(lambda x, sums, a, b: sums.all_to_all(x, a, b), "exchange"),
+    "own_part": _FunctionKind(lambda x, sums, dim: sums.own_part(x, dim).clone(), "whole"),
+    "whole": _FunctionKind(lambda x, sums, dim: sums.all_gather(x, dim), "own_part"),
+    "exchange": _FunctionKind(lambda x, sums, a, b: sums.all_to_all(x, a, b), "exchange"),
 }
 
 
-class Exchange(Function):
+class ParallelFunction(Function):
     """(x, sums, kind, dimensions) -> y, for a kind of ``KINDS``."""
 
     @staticmethod
@@ -238,7 +238,7 @@ class Exchange(Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
         """The same exchange of the tangent."""
-        return Exchange.forward(tangent, ctx.sums, ctx.kind, ctx.dims)
+        return ParallelFunction.forward(tangent, ctx.sums, ctx.kind, ctx.dims)
 
     @staticmethod
     def vmap(*_: Any) -> NoReturn:
@@ -254,7 +254,7 @@ class Exchange(Function):
 
 
 def _moved(x: Tensor, sums: Sums, kind: str, dims: tuple[int, ...]) -> Tensor:
-    y: Tensor = Exchange.apply(x, sums, kind, dims)  # type: ignore[no-untyped-call]
+    y: Tensor = ParallelFunction.apply(x, sums, kind, dims)  # type: ignore[no-untyped-call]
     return y
 
 

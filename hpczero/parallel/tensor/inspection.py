@@ -25,7 +25,7 @@ Word = Split | Kept
 HEADS = re.compile(r"_?(n|num|number_of)?_?([a-z_]+_)?heads?")
 
 
-class Layer(NamedTuple):
+class FoundLayer(NamedTuple):
     """One module with parameters of its own.
 
     Attributes:
@@ -54,7 +54,7 @@ class Inspection:
         part: the placements of all parameters.
     """
 
-    layers: list[Layer]
+    layers: list[FoundLayer]
     dropouts: dict[str, nn.Module]
     counts: list[tuple[nn.Module, str, int]]
     entries: list[tuple[nn.Module, str]]
@@ -110,8 +110,8 @@ def inspect(model: nn.Module, group: Group, rule: Rule, *, sequence: bool) -> In
     )
 
 
-def _layers(modules: dict[str, nn.Module], rule: Rule) -> list[Layer]:
-    found: dict[int, Layer] = {}
+def _layers(modules: dict[str, nn.Module], rule: Rule) -> list[FoundLayer]:
+    found: dict[int, FoundLayer] = {}
     for name, module in modules.items():
         if not any(p is not None for p in module._parameters.values()):
             continue
@@ -125,7 +125,7 @@ def _layers(modules: dict[str, nn.Module], rule: Rule) -> list[Layer]:
                 f"module with parameters of its own: as a Split, or as Kept where every rank holds it whole"
             )
         word = rule.layers[patterns[0]]
-        if found.setdefault(id(module), Layer(name, module, word)).word != word:
+        if found.setdefault(id(module), FoundLayer(name, module, word)).word != word:
             raise PlanError(
                 f"module {name!r} is module {found[id(module)].name!r} too, and the rule says different things of them"
             )
@@ -135,7 +135,7 @@ def _layers(modules: dict[str, nn.Module], rule: Rule) -> list[Layer]:
     return layers
 
 
-def _check_layer(layer: Layer) -> None:
+def _check_layer(layer: FoundLayer) -> None:
     """Refuse modules that do something else than the layers that would replace them."""
     name, module, word = layer
     title = f"module {name!r} ({type(module).__name__})"
@@ -281,7 +281,12 @@ def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
 
 
 def _placed(
-    part: ModelPart, names: dict[int, str], layers: list[Layer], group: Group, *, sequence: bool
+    part: ModelPart,
+    names: dict[int, str],
+    layers: list[FoundLayer],
+    group: Group,
+    *,
+    sequence: bool,
 ) -> ModelPart:
     """The part of the whole model that this rank will have."""
     placements: dict[str, Placement] = {}
@@ -297,7 +302,7 @@ def _placed(
     return replace(part, placements={**part.placements, **placements})
 
 
-def _uses(layers: list[Layer]) -> Iterator[tuple[str, Tensor, Word, bool]]:
+def _uses(layers: list[FoundLayer]) -> Iterator[tuple[str, Tensor, Word, bool]]:
     """Each parameter of each layer, with what happens to it, and whether it may see own tokens alone."""
     for name, module, word in layers:
         for key, parameter in module._parameters.items():

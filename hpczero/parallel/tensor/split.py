@@ -36,7 +36,7 @@ from hpczero.parallel.tensor.functions import (
     own_part,
     whole,
 )
-from hpczero.parallel.tensor.inspection import Inspection, Layer, inspect, names_of, uncounted
+from hpczero.parallel.tensor.inspection import FoundLayer, Inspection, inspect, names_of, uncounted
 from hpczero.parallel.tensor.layers import TIME, ColumnLinear, RowLinear, VocabularyEmbedding
 from hpczero.plan.placement import KEY, ModelPart, Placement, part_of
 
@@ -199,7 +199,7 @@ def _own(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
     return own
 
 
-def _replacement(layer: Layer, cut: Any, sums: Sums, *, sequence: bool) -> nn.Module | None:
+def _replacement(layer: FoundLayer, cut: Any, sums: Sums, *, sequence: bool) -> nn.Module | None:
     """The layer in place of a plain one; None where it stays. ``cut`` gives own part and placement of a parameter."""
     module, word = layer.module, layer.word
     if word is Kept.POSITIONS and sequence:
@@ -328,7 +328,7 @@ def share_sequence(model: Model, topology: Topology) -> Model:
     sums = sums_over(group)
     model.__dict__.setdefault(SUMS, []).append(sums)
     for attention in attentions:
-        attention.attend = _Shared(sums, attention.attend)
+        attention.attend = _HeadsOfAllTokens(sums, attention.attend)
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
             if isinstance(child, nn.Dropout) and child.p > 0.0:
@@ -375,7 +375,7 @@ def _attentions(model: nn.Module, size: int) -> list[Attention]:
     return found
 
 
-class _Shared:
+class _HeadsOfAllTokens:
     """Attention over all tokens with own heads.
 
     Attributes:

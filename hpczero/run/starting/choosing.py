@@ -26,7 +26,7 @@ from hpczero.models import GPTConfig
 from hpczero.options.config import ParallelOptions, RunConfig
 from hpczero.options.reading import load_toml
 from hpczero.plan.offload import Medium
-from hpczero.plan.peak import Run
+from hpczero.plan.peak import PlannedRun
 from hpczero.plan.precision import Precision
 from hpczero.plan.sizing import Batch
 from hpczero.planner.choice import Choice, Foretold, Freedom, lines
@@ -92,7 +92,7 @@ def choose_settings(
 
 
 def choose_here(
-    base: Run,
+    base: PlannedRun,
     model: GPTConfig,
     freedom: Freedom,
     topology: Topology,
@@ -139,7 +139,7 @@ def choose_here(
     return choice, troubles
 
 
-def _check_measured(base: Run, machine: Machine, troubles: list[str]) -> None:
+def _check_measured(base: PlannedRun, machine: Machine, troubles: list[str]) -> None:
     """Refuse a tier that was asked for and whose rates are not known: every setting would rest there.
 
     Raises:
@@ -204,7 +204,7 @@ class TierRoom:
             free["host"] = min((room.nbytes - room.used for room in of_host), default=0)
         return cls(free)
 
-    def holds(self, run: Run, ranks: int) -> bool:
+    def holds(self, run: PlannedRun, ranks: int) -> bool:
         """Whether it takes what so many ranks of this node would let rest there."""
         asked = {medium: run.resting(medium) * ranks for medium in self.free}
         return all(nbytes <= self.free[medium] for medium, nbytes in asked.items())

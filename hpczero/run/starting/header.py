@@ -21,13 +21,13 @@ from hpczero.job.launch import warn_of_shared_devices
 from hpczero.options.config import RunConfig
 from hpczero.plan.degrees import rank_map
 from hpczero.plan.offloaded import OffloadedPlan
-from hpczero.plan.peak import PartRun, Run
+from hpczero.plan.peak import PartRun, PlannedRun
 from hpczero.plan.sent import sent_by
 from hpczero.plan.sizing import Batch
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.building import compiled_modules
 from hpczero.run.starting.precheck import activations_of, offload_of
-from hpczero.run.starting.reading import Reading
+from hpczero.run.starting.reading import RunData
 from hpczero.zero.sharding import Sharding
 
 BACKWARD = 2  # times the forward: gradients of inputs and of weights
@@ -67,12 +67,12 @@ def flops_per_unit(adapter: Adapter, batch: Callable[[], Sequence[Any]]) -> floa
 def tell_header(
     sharding: Sharding,
     accelerator: Accelerator,
-    reading: Reading,
+    reading: RunData,
     config: RunConfig,
     batch: Batch,
     adapter: Adapter,
     checkpointing: Checkpointing | None = None,
-    run: Run | None = None,
+    run: PlannedRun | None = None,
 ) -> None:
     """Log who takes part, what is sharded, what is read and what will be done. Collective over world.
 

@@ -224,7 +224,7 @@ class OwnHeldOut:
             yield OwnPart(self._rows.take(mine if len(mine) else self._numbers[:1]), len(mine))
 
 
-class Part(Protocol):
+class EvaluationPart(Protocol):
     """One rank's share of an evaluation round: ``data.EvaluationBatch`` or ``OwnPart``."""
 
     @property
@@ -253,12 +253,12 @@ class HeldOutSet(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batches(self, *, micro_batch: int, rank: int, world_size: int) -> Iterator[Part]:
+    def batches(self, *, micro_batch: int, rank: int, world_size: int) -> Iterator[EvaluationPart]:
         """This rank's batches, as many on every rank."""
         ...
 
 
-class Reading(Protocol):
+class RunData(Protocol):
     """The data of a run, open on every rank. Not collective."""
 
     def identity(self) -> Mapping[str, Any]:
@@ -365,7 +365,7 @@ class OwnReading:
 
 def open_reading(
     config: RunConfig, adapter: Adapter, topology: Topology, *, signals: Signals
-) -> tuple[Reading, Adapter]:
+) -> tuple[RunData, Adapter]:
     """The data of a run, and the adapter with the vocabulary of the tokenizer. Collective over world.
 
     Raises:

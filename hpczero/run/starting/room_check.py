@@ -20,14 +20,14 @@ from types import TracebackType
 from hpczero.accelerator import Accelerator
 from hpczero.comm.uneven import carriers_of
 from hpczero.errors import ConfigError, OutOfMemory, is_out_of_memory
-from hpczero.job.limits import Room, Usage, rooms, usage
+from hpczero.job.limits import ProcessMemory, Room, rooms, usage
 from hpczero.job.topology import Topology
 from hpczero.models import PRESETS, GPTConfig, parameter_count, parameter_shapes
 from hpczero.options.config import LayoutOptions, RunConfig
 from hpczero.options.environment import Environment
 from hpczero.plan.alternatives import alternatives, command_line, on_these_ranks
 from hpczero.plan.footprint import fastest_transport
-from hpczero.plan.peak import Network, PartRun, Run
+from hpczero.plan.peak import ModelSizes, PartRun, PlannedRun
 from hpczero.plan.plan import Stage
 from hpczero.plan.sizing import Batch
 from hpczero.plan.spread import Spread
@@ -41,7 +41,7 @@ def run_of(
     topology: Topology,
     *,
     is_host: bool,
-) -> Run:
+) -> PlannedRun:
     """What is about to be trained, as the plan counts it. Not collective.
 
     Raises:
@@ -61,8 +61,8 @@ def run_of(
             on_host=is_host,
             rectangular=topology.shard.is_rectangular,
         )
-    run = Run(
-        network=Network(model, tuple(parameter_shapes(model))),
+    run = PlannedRun(
+        network=ModelSizes(model, tuple(parameter_shapes(model))),
         ranks=topology.size,
         local_size=topology.local_size,
         transport=transport,
@@ -84,7 +84,7 @@ def run_of(
     return run if topology.mesh.shard == topology.size else _part_of(run, config.parallel, topology)
 
 
-def _part_of(run: Run, layout: LayoutOptions, topology: Topology) -> PartRun:
+def _part_of(run: PlannedRun, layout: LayoutOptions, topology: Topology) -> PartRun:
     """The run as this rank sees it, which has a part of the model, or one of several copies of everything."""
     model, mesh = run.network.model, topology.mesh
     assert isinstance(model, GPTConfig), "made by run_of"
@@ -127,11 +127,11 @@ class Bound:
     members: int
     own: float
 
-    def least(self, run: Run) -> float:
+    def least(self, run: PlannedRun) -> float:
         """Low estimate of what the members hold at the peak of ``run``."""
         return self.own + _mean(self._least_of_run(each) for each in self._held(run))
 
-    def most(self, run: Run, *, members: int | None = None) -> float:
+    def most(self, run: PlannedRun, *, members: int | None = None) -> float:
         """High estimate of what the members hold; with another number of ``members``, as if each were like these."""
         now, many = self.members, members or self.members
         held = self._held(run)
@@ -142,7 +142,7 @@ class Bound:
             + _mean(self._most_of_run(each, many) for each in held)
         )
 
-    def _held(self, run: Run) -> Sequence[Run]:
+    def _held(self, run: PlannedRun) -> Sequence[PlannedRun]:
         """One run for each of the members, where they hold different parts; else the one of all."""
         if self.members == 1 or not isinstance(run, PartRun):
             return (run,)
@@ -157,7 +157,7 @@ class Bound:
         others = max(self.room.used - self.own, 0.0)
         return self.room.nbytes - (others if strictly or not self.room.yields else 0.0)
 
-    def _least_of_run(self, run: Run) -> float:
+    def _least_of_run(self, run: PlannedRun) -> float:
         kind, many = self.room.kind, self.members
         if kind == "shared":
             return many * run.least_shared
@@ -170,7 +170,7 @@ class Bound:
             return many * (max(at.loss, at.step) - run.tiered)
         return many * max(at.loss, at.step, at.end)
 
-    def _most_of_run(self, run: Run, many: int) -> float:
+    def _most_of_run(self, run: PlannedRun, many: int) -> float:
         kind = self.room.kind
         if kind == "shared":
             return many * run.shared
@@ -212,14 +212,14 @@ class RoomCheck:
             title: name of the model: a preset.
             overridden: options of the model that were given beside the preset, such as ``hidden``.
         """
-        self.run: Run | None = None
+        self.run: PlannedRun | None = None
         self._overridden = [name for name in overridden if name in SIZES]
         self._for_each: int | None = None
         self._topology = topology
         self._accelerator = accelerator
         self._title = title
 
-    def check(self, run: Run, found: list[Room] | None = None) -> None:
+    def check(self, run: PlannedRun, found: list[Room] | None = None) -> None:
         """Refuse what does not fit the memory of its nodes; warn of what may not. Collective over world.
 
         Args:
@@ -246,7 +246,7 @@ class RoomCheck:
         if tight and topology.rank == warned.index(1.0):
             self._warn(run, tight[0])
 
-    def _warn(self, run: Run, bound: Bound) -> None:
+    def _warn(self, run: PlannedRun, bound: Bound) -> None:
         logger.warning(
             "memory is tight: this run may need up to %s %s, and %s leaves %s; `%s` says what fits",
             _gb(bound.most(run)),
@@ -294,7 +294,9 @@ def found_rooms(accelerator: Accelerator) -> list[Room]:
     return found
 
 
-def fitting_on(run: Run, topology: Topology, accelerator: Accelerator) -> Callable[[Run], bool]:
+def fitting_on(
+    run: PlannedRun, topology: Topology, accelerator: Accelerator
+) -> Callable[[PlannedRun], bool]:
     """Whether other settings of ``run`` fit what this rank sees of its machine, by a high estimate. Collective.
 
     The function that is returned is not collective, and may answer otherwise on another rank.
@@ -306,14 +308,14 @@ def fitting_on(run: Run, topology: Topology, accelerator: Accelerator) -> Callab
     return lambda other: is_roomy(other, run, bounds)
 
 
-def concerns(room: Room, run: Run, is_host: bool) -> bool:
+def concerns(room: Room, run: PlannedRun, is_host: bool) -> bool:
     """Whether what the run holds counts against ``room``. With a device, the host holds nothing of it."""
     if room.kind == "device":
         return not is_host
     return is_host and (room.kind != "shared" or run.transport == "window")
 
 
-def gather_bounds(found: list[Room], own: Usage, topology: Topology) -> list[Bound]:
+def gather_bounds(found: list[Room], own: ProcessMemory, topology: Topology) -> list[Bound]:
     """Which ranks share each room, and what they hold in it already. Collective over world.
 
     Ranks may have different rooms: one of them alone may be under ``ulimit``, or nodes may differ.
@@ -337,7 +339,7 @@ def gather_bounds(found: list[Room], own: Usage, topology: Topology) -> list[Bou
 
 
 def refusal(
-    run: Run, bound: Bound, bounds: list[Bound], title: str, overridden: Sequence[str]
+    run: PlannedRun, bound: Bound, bounds: list[Bound], title: str, overridden: Sequence[str]
 ) -> str:
     """One paragraph: what is needed, what there is, which limit binds, what would fit."""
     there, needed = bound.free(strictly=False), bound.least(run)
@@ -374,7 +376,7 @@ def refusal(
     )
 
 
-def what_fits(run: Run, bounds: list[Bound]) -> str:
+def what_fits(run: PlannedRun, bounds: list[Bound]) -> str:
     """Alternatives that fit even by a high estimate, in words; empty if there is none."""
     if any(cannot_gather(run, bound) for bound in bounds):
         return ""  # told at once: there are hundreds of alternatives
@@ -383,7 +385,7 @@ def what_fits(run: Run, bounds: list[Bound]) -> str:
     return ", or ".join(alternative.words for alternative in found)
 
 
-def cannot_gather(run: Run, bound: Bound) -> bool:
+def cannot_gather(run: PlannedRun, bound: Bound) -> bool:
     """Whether one whole unit, which every rank gathers of any sharding, does not fit beside the process itself."""
     if bound.room.kind not in ("resident", "mapped"):
         return False
@@ -392,7 +394,7 @@ def cannot_gather(run: Run, bound: Bound) -> bool:
     return nbytes + bound.own + GROWTH[bound.room.kind] > bound.free(strictly=True)
 
 
-def smaller_model(run: Run, bounds: list[Bound], overridden: Sequence[str]) -> str:
+def smaller_model(run: PlannedRun, bounds: list[Bound], overridden: Sequence[str]) -> str:
     """The largest preset that fits on the same ranks, in words; empty if none does."""
     vocab_size, most = run.network.model.vocab_size, run.plan.numel
     models = {
@@ -402,7 +404,7 @@ def smaller_model(run: Run, bounds: list[Bound], overridden: Sequence[str]) -> s
         model = models[name]
         if parameter_count(model) >= most:
             continue
-        network = Network(model, tuple(parameter_shapes(model)))
+        network = ModelSizes(model, tuple(parameter_shapes(model)))
         other = dataclasses.replace(run, network=network, sequence=model.context)
         hit = on_these_ranks(other, lambda other: is_roomy(other, run, bounds))
         if hit is not None:
@@ -414,7 +416,7 @@ def smaller_model(run: Run, bounds: list[Bound], overridden: Sequence[str]) -> s
     return ""
 
 
-def is_roomy(other: Run, run: Run, bounds: list[Bound]) -> bool:
+def is_roomy(other: PlannedRun, run: PlannedRun, bounds: list[Bound]) -> bool:
     """Whether a high estimate of ``other`` is within the bounds that were found for ``run``."""
     grown = other.local_size / run.local_size
     return all(

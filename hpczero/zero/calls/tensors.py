@@ -87,7 +87,7 @@ class TooMany(Exception):
     """A search met more than ``MOST_OBJECTS`` containers and objects, or a ``Replacement`` met them nested too deep."""
 
 
-class _Kind(Enum):
+class _SearchKind(Enum):
     """How a search goes on at an object of some class."""
 
     LEAF = auto()  # holds no tensors
@@ -114,38 +114,38 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     while waiting:
         item = waiting.popleft()
         kind = _kind_of(item)
-        if kind is _Kind.LEAF or id(item) in seen:
+        if kind is _SearchKind.LEAF or id(item) in seen:
             continue
-        if kind is _Kind.TENSOR:
+        if kind is _SearchKind.TENSOR:
             yield item
             continue
         seen.add(id(item))
         if len(seen) > MOST_OBJECTS:
             raise TooMany
-        if kind is _Kind.SEQUENCE:
+        if kind is _SearchKind.SEQUENCE:
             waiting += item
-        elif kind is _Kind.DICT:
+        elif kind is _SearchKind.DICT:
             waiting += item.values()
         else:
             waiting += (value for _, value in _entries(item))
             waiting += _attributes(item).values()
 
 
-def _kind_of(item: Any) -> _Kind:
+def _kind_of(item: Any) -> _SearchKind:
     kind: type = type(item)
     return _kind(kind)
 
 
 @cache
-def _kind(kind: type) -> _Kind:
+def _kind(kind: type) -> _SearchKind:
     # Asked of every object of every call: one look-up, however many classes there are to tell apart.
     if issubclass(kind, Tensor):
-        return _Kind.TENSOR
+        return _SearchKind.TENSOR
     if issubclass(kind, _NO_TENSORS_INSIDE) or _KEEP_NO_RESULTS.match(str(kind.__module__)):
-        return _Kind.LEAF
+        return _SearchKind.LEAF
     if kind in (tuple, list):
-        return _Kind.SEQUENCE
-    return _Kind.DICT if kind is dict else _Kind.OBJECT
+        return _SearchKind.SEQUENCE
+    return _SearchKind.DICT if kind is dict else _SearchKind.OBJECT
 
 
 def _ask(item: Any) -> Iterable[tuple[Any, Any]]:
@@ -259,7 +259,7 @@ def _may_change_to_tensors(value: Any) -> bool:
     if value is None or isinstance(value, (Tensor, list)):
         return True
     kind: type = type(value)
-    if _kind_of(value) is _Kind.LEAF:
+    if _kind_of(value) is _SearchKind.LEAF:
         # A loss that is 0.0 until it is computed; sizes and switches stay what they are.
         return isinstance(value, (float, complex)) or (isinstance(value, int) and value == 0)
     if isinstance(value, tuple):  # (None, None) may be a state that is still to come
@@ -296,13 +296,13 @@ class Replacement:
             TooMany: as ``tensors_in``.
         """
         kind = _kind_of(item)
-        if kind is _Kind.LEAF:
+        if kind is _SearchKind.LEAF:
             return item
         if id(item) in self._done:
             return self._done[id(item)]
         self._kept.append(item)
         self._done[id(item)] = item  # of a circle: the object itself
-        new = self.change(item) if kind is _Kind.TENSOR else self._of_container(item)
+        new = self.change(item) if kind is _SearchKind.TENSOR else self._of_container(item)
         self._done[id(item)] = self._done[id(new)] = new
         self._kept.append(new)
         return new
@@ -331,7 +331,7 @@ class Replacement:
             return _made_of(item, parts)
         if entries and isinstance(item, Mapping) and not isinstance(item, MutableMapping):
             return self._of_frozen(item, entries)
-        self.write(item, [(_Entry(key), value) for key, value in entries])
+        self.write(item, [(_EntryKey(key), value) for key, value in entries])
         self.write(item, _attributes(item).items())
         return item
 
@@ -377,7 +377,7 @@ def _made_of(old: Any, parts: list[Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _EntryKey:
     """Key or index of an entry, where a name would be an attribute."""
 
     key: Any
@@ -385,7 +385,7 @@ class _Entry:
 
 def _get(item: Any, key: Any) -> Any:
     try:
-        if not isinstance(key, _Entry):
+        if not isinstance(key, _EntryKey):
             return object.__getattribute__(item, key)
         return dict.get(item, key.key) if isinstance(item, dict) else item[key.key]
     except Exception:  # taken out since, or whatever a container of the user's says to that
@@ -393,7 +393,7 @@ def _get(item: Any, key: Any) -> Any:
 
 
 def _set(item: Any, key: Any, value: Any) -> None:
-    if isinstance(key, _Entry):
+    if isinstance(key, _EntryKey):
         item[key.key] = value
     else:
         object.__setattr__(item, key, value)  # also of a frozen dataclass

@@ -45,7 +45,7 @@ from hpczero.zero.units.unit import Unit
 # call of a module began, it has therefore run all nodes of that call that it is going to run.
 
 
-class Call:
+class ModuleCall:
     """One call of a module under grad. It lives as long as its graph.
 
     Attributes:
@@ -55,7 +55,7 @@ class Call:
         around: the calls it was made in, outermost first. A loss made of its results alone leads into those too.
     """
 
-    def __init__(self, units: Sequence[Unit], running: Iterable[Call] = ()) -> None:
+    def __init__(self, units: Sequence[Unit], running: Iterable[ModuleCall] = ()) -> None:
         """Begin a call; ``running`` are the calls under way in any thread."""
         self.units = tuple(units)
         self.start = next_node_number()
@@ -131,7 +131,7 @@ class BackwardPass:
         """
         self.task = task
         self.differentiable = torch.is_grad_enabled()
-        self.opened: list[Call] = []
+        self.opened: list[ModuleCall] = []
         self.next = 0
         self.reducing: deque[Unit] = deque()
         self.reached = False
@@ -147,7 +147,7 @@ class BackwardPass:
         """Whether this backward needs nothing of ``unit`` any more."""
         return not self._awaited.get(unit) and not any(unit in call.units for call in self.opened)
 
-    def passed(self, node_number: int, thread: int) -> list[Call]:
+    def passed(self, node_number: int, thread: int) -> list[ModuleCall]:
         """Close and return the calls whose nodes have all run, as a node of this number, made in this thread, runs.
 
         Why: [Note: When a call is through]. For a forward in several threads numbers tell nothing.
@@ -247,7 +247,7 @@ class Ways:
     """Watches the nodes around calls. Hooks on nodes live as long as their graph, and keep their call alive."""
 
     def __init__(
-        self, on_entry: Callable[[Call, int], None], on_exit: Callable[[int, int], None]
+        self, on_entry: Callable[[ModuleCall, int], None], on_exit: Callable[[int, int], None]
     ) -> None:
         """No hooks yet.
 
@@ -279,7 +279,7 @@ class Ways:
                     value.grad_fn.register_prehook(partial(self._exit, number, get_ident()))
                 return
 
-    def watch_results(self, call: Call, results: Any) -> bool:
+    def watch_results(self, call: ModuleCall, results: Any) -> bool:
         """Have ``on_entry`` called when a node of ``call`` behind ``results`` is about to run.
 
         Returns whether that is enough. It is not enough if there is no such node, or if nodes were made after the last
@@ -301,7 +301,7 @@ class Ways:
         self,
         module: nn.Module,
         inner: Sequence[nn.Module],
-        running: Mapping[nn.Module, Sequence[Call]],
+        running: Mapping[nn.Module, Sequence[ModuleCall]],
     ) -> None:
         """Watch the results of modules inside ``module`` that forward hooks of the user's are shown.
 
@@ -322,7 +322,7 @@ class Ways:
     def _after_hooked(
         self,
         module: nn.Module,
-        running: Mapping[nn.Module, Sequence[Call]],
+        running: Mapping[nn.Module, Sequence[ModuleCall]],
         inner: nn.Module,
         *arguments_and_output: Any,
     ) -> None:
@@ -330,7 +330,7 @@ class Ways:
         if calls and current_task() is None and torch.is_grad_enabled():
             self.watch_results(calls[-1], arguments_and_output)
 
-    def _enter(self, call: Call, number: int, gradients: Sequence[Tensor | None]) -> None:
+    def _enter(self, call: ModuleCall, number: int, gradients: Sequence[Tensor | None]) -> None:
         self._on_entry(call, number)
 
     def _exit(self, number: int, thread: int, gradients: Sequence[Tensor | None]) -> None:

@@ -32,8 +32,8 @@ from hpczero.zero.units.away_shard import (
     Near,
     ResidentGradient,
     ResidentRest,
-    Rest,
     SentNear,
+    UnitStorage,
     floats,
     same_place,
 )
@@ -356,7 +356,7 @@ def rest_of_values(
     whole: WholeParameters,
     precision: Precision,
     comm: Collectives,
-) -> Rest:
+) -> UnitStorage:
     """Where ``master`` rests; it is emptied where that is not in memory."""
     if away is None or not keeps_values(away):
         return ResidentRest(master)

@@ -37,7 +37,7 @@ from hpczero.tier import Fetch, Place, Record, Staged, Tier, Traffic
 # made in backward, and gone after the step.
 
 
-class Rest(Protocol):
+class UnitStorage(Protocol):
     """The values of one unit on this rank; nothing here is collective.
 
     Attributes:
@@ -279,7 +279,7 @@ MIRROR = "mirror"  # values in the dtype of the parameters: passes read it, or t
 SPARE = 2  # blocks that reading ahead leaves alone: one to work in, one that is being written
 
 
-class Store:
+class UnitStore:
     """The tier of one model on this rank, and what is on its way from there.
 
     Attributes:
@@ -372,7 +372,7 @@ class AwayShard:
         name: str,
         windows: Sequence[range],
         *,
-        store: Store,
+        store: UnitStore,
         parts: Sequence[str],
         near: bool,
         mirror: torch.dtype | None = None,
@@ -515,7 +515,7 @@ class Away:
     """
 
     def __init__(
-        self, shards: Mapping[str, AwayShard], store: Store | None, read_ahead: int = 0
+        self, shards: Mapping[str, AwayShard], store: UnitStore | None, read_ahead: int = 0
     ) -> None:
         """For the arguments see the attributes."""
         self.shards, self.store, self.read_ahead = shards, store, read_ahead

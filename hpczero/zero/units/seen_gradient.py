@@ -484,7 +484,7 @@ def _fit(name: str, given: Sequence[Any]) -> bool:
 
 def _alike(values: Iterable[Any]) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
-        return len({v.shape for v in values if isinstance(v, (ShardPiece, _Shard))}) < 2
+        return len({v.shape for v in values if isinstance(v, (ShardPiece, _ShardParameter))}) < 2
 
 
 def _guarded(result: Any) -> Any:
@@ -507,7 +507,7 @@ def _on_pieces(
     if getattr(func, "__name__", "") not in _METADATA:
         for value in (*args, *kwargs.values()):
             for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, (ShardPiece, _Shard)):
+                if isinstance(each, (ShardPiece, _ShardParameter)):
                     check_at_hand(each)
     with torch._C.DisableTorchFunctionSubclass():
         return _guarded(func(*args, **kwargs))
@@ -555,7 +555,7 @@ class ShardPiece(Tensor):
         return _on_pieces(func, types, args, kwargs)
 
 
-class _Shard(nn.Parameter):
+class _ShardParameter(nn.Parameter):
     """The optimizer's parameter between steps."""
 
     @classmethod
@@ -616,7 +616,7 @@ class _Shard(nn.Parameter):
 def guard_shards(shards: Iterable[nn.Parameter]) -> None:
     """From now on they and their gradients are guarded."""
     for shard in shards:
-        shard.__class__ = _Shard
+        shard.__class__ = _ShardParameter
 
 
 def open_shards(shards: Iterable[nn.Parameter]) -> None:

@@ -22,7 +22,7 @@ from hpczero.memory.buffers import DTYPES, Buffer, lasting
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.away import keeps_values, new_master, rest_of_gradient, rest_of_values
-from hpczero.zero.units.away_shard import AwayShard, ResidentRest, Rest, same_place
+from hpczero.zero.units.away_shard import AwayShard, ResidentRest, UnitStorage, same_place
 from hpczero.zero.units.encoded import EncodedParameters, EncodedRest
 from hpczero.zero.units.gradients import Reducer, Shards, UnitGradients, whole_copy
 from hpczero.zero.units.whole import WholeParameters
@@ -66,7 +66,7 @@ class Unit:
         if spec.trainable:
             self._allocate_state(precision, reducer)
         elif isinstance(self.whole, EncodedParameters):
-            self.rest: Rest = EncodedRest(self.whole, spec.layout.shard_numel)
+            self.rest: UnitStorage = EncodedRest(self.whole, spec.layout.shard_numel)
         else:
             if stage.shards_parameters and not self.whole.lasts:
                 dtype = DTYPES[precision.param]

@@ -47,7 +47,7 @@ _version = attrgetter("_version")
 _trains = attrgetter("requires_grad")
 
 
-class Watch:
+class AccessWatch:
     """Of one unit; nothing here is collective.
 
     Attributes:
@@ -234,7 +234,7 @@ class ParameterViews:
             parameters: the model's own objects, in slot order.
             rank: of this process, for errors.
         """
-        self.watch = Watch(spec, parameters, rank=rank)
+        self.watch = AccessWatch(spec, parameters, rank=rank)
         self._slots, self._parameters = spec.layout.slots, list(parameters)
         self._own: Tensor | None = None  # see [Note: Shared memory]
         self._bits = torch.zeros(

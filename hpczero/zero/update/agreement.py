@@ -43,10 +43,10 @@ from hpczero.zero.units.unit import Unit
 # along then (issue 20, 2).
 
 
-class Reading:
+class DeferredNumber:
     """A number that is read when it is asked for, or with others before that."""
 
-    def __init__(self, tensor: Tensor, waiting: WeakSet[Reading]) -> None:
+    def __init__(self, tensor: Tensor, waiting: WeakSet[DeferredNumber]) -> None:
         """``tensor``: 0-dimensional, fp64, of its own; ``waiting``: where it stands until it is read."""
         self._tensor: Tensor | None = tensor
         self._waiting = waiting
@@ -80,9 +80,9 @@ class Readings:
     """Of one model. Nothing here is collective."""
 
     def __init__(self) -> None:
-        self._waiting: WeakSet[Reading] = WeakSet()  # what nobody has, nobody asks for
+        self._waiting: WeakSet[DeferredNumber] = WeakSet()  # what nobody has, nobody asks for
 
-    def add(self, tensor: Tensor) -> Reading:
+    def add(self, tensor: Tensor) -> DeferredNumber:
         """One number, as it is now.
 
         Args:
@@ -99,7 +99,7 @@ class Readings:
         # A copy: what the program does to the tensor afterwards is not meant.
         with torch.inference_mode(False), torch.no_grad():
             own = tensor.detach().reshape(()).to(torch.float64, copy=True)
-        reading = Reading(own, self._waiting)
+        reading = DeferredNumber(own, self._waiting)
         self._waiting.add(reading)
         return reading
 

@@ -1,7 +1,7 @@
 """CodedUpdate: torch's own step of an elementwise optimizer whose state is kept in codes between steps.
 
-Owns: the codes of each unit, decoded for the time of its update alone. Must not know: what the codes are (a ``Codec``),
-the agreement of ranks.
+Owns: the codes of each unit, decoded for the time of its update alone. Must not know: what the codes are (a
+``StateCodec``), the agreement of ranks.
 
     codes     (elements of the unit's masters,)    blocks count from the start of the unit; a shard is whole blocks
     update    [ decoded ] -> torch's step over pieces of the unit -> [ encoded ]       unit by unit
@@ -29,7 +29,7 @@ from hpczero.zero.update.parts import TakenStep
 ATTRIBUTE = "hpczero_coded_states"
 
 
-class Codec(Protocol):
+class StateCodec(Protocol):
     """Numbers as codes of one byte, with an fp32 scale for each block of ``DEFAULT_ALIGN``.
 
     What is decoded must be encoded as what it was.
@@ -49,7 +49,7 @@ class Codec(Protocol):
 class Coded:
     """One state of all elements of a unit that this rank steps on; zero at first."""
 
-    def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
+    def __init__(self, codec: StateCodec, numel: int, device: torch.device) -> None:
         self._codec = codec
         self.codes = torch.zeros(numel, dtype=codec.dtype, device=device)
         self.scales = torch.zeros(numel // DEFAULT_ALIGN, device=device, dtype=torch.float32)
@@ -113,7 +113,7 @@ class CodedUpdate(TakenStep):
         """
         super().__init__(optimizer)
         self.follow(slots)
-        self._codecs: dict[str, Codec] = getattr(type(optimizer), ATTRIBUTE)
+        self._codecs: dict[str, StateCodec] = getattr(type(optimizer), ATTRIBUTE)
         step: Any = type(optimizer).step
         self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
         self._coded: dict[tuple[Unit, str], Coded] = {}

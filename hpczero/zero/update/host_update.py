@@ -30,9 +30,9 @@ from hpczero.errors import StepError, TierError
 from hpczero.tier import Fetch, InPlaceTier, Staged
 from hpczero.tier.host import InPlace, Opening
 from hpczero.zero.units.away import AwayGradient, AwayRest, mirrored
-from hpczero.zero.units.away_shard import MIRROR, VALUES, AwayShard, SentNear, Store, floats
+from hpczero.zero.units.away_shard import MIRROR, VALUES, AwayShard, SentNear, UnitStore, floats
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.streamed import Stepped, StreamedUpdate, Window, give_counters
+from hpczero.zero.update.streamed import Stepped, StreamedUpdate, UpdateWindow, give_counters
 
 # Classes of torch's with a fused kernel for the host: one pass over memory, several times faster than the others.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -41,7 +41,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 class HostUpdate(StreamedUpdate):
     """Of one optimizer, whose pieces rest in memory that the host works on; nothing here is collective."""
 
-    def __init__(self, units: Sequence[Unit], optimizer: Optimizer, store: Store) -> None:
+    def __init__(self, units: Sequence[Unit], optimizer: Optimizer, store: UnitStore) -> None:
         """As of ``StreamedUpdate``; ``store`` has an ``InPlaceTier`` and an ascent."""
         super().__init__(units, optimizer, store)
         assert isinstance(store.tier, InPlaceTier), "opened by zeroify"
@@ -138,7 +138,7 @@ class Task:
         source: its values, to be sent.
     """
 
-    window: Window
+    window: UpdateWindow
     sent: Mark | None
     staged: InPlace | None = None
     stepped: Stepped | None = None

@@ -45,7 +45,7 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """Where one tensor of a piece's state lies: ``base[begin:end]``; a counter is one element of a vector."""
 
     base: Tensor
@@ -53,12 +53,12 @@ class Part:
     end: int
     counter: bool
 
-    def goes_on_in(self, other: Part) -> bool:
+    def goes_on_in(self, other: StatePart) -> bool:
         """Whether ``other`` begins where this one ends."""
         return self.base is other.base and self.end == other.begin and self.counter == other.counter
 
 
-Parts = dict[str, Part]
+Parts = dict[str, StatePart]
 
 
 def parts_of(state: State | None, piece: nn.Parameter) -> Parts | None:
@@ -75,7 +75,7 @@ def parts_of(state: State | None, piece: nn.Parameter) -> Parts | None:
         # A program may have given it other memory, which its base knows nothing of.
         if value.data_ptr() != base.data_ptr() + begin * base.element_size():
             return None
-        found[name] = Part(base, begin, begin + value.numel(), counter)
+        found[name] = StatePart(base, begin, begin + value.numel(), counter)
     return found
 
 
@@ -92,7 +92,7 @@ def values_of(bases: Sequence[Tensor]) -> dict[int, list[Any]]:
     return found
 
 
-class Span:
+class PieceSpan:
     """Some neighbours: at least one piece.
 
     Attributes:
@@ -111,7 +111,7 @@ class Span:
         self._joined: list[bool] = []  # whether each lies behind the one before
         # Vector and element of each of a piece's.
         self._counters: list[list[tuple[Tensor, int]]] = []
-        self._runs: dict[tuple[int, int], Run] = {}
+        self._runs: dict[tuple[int, int], PieceRun] = {}
 
     def forget(self) -> None:
         """Let go of the state's memory."""
@@ -163,7 +163,7 @@ class Span:
         """Vectors of counters, as last seen."""
         return (base for counters in self._counters for base, _ in counters)
 
-    def runs(self, present: Sequence[bool], values: dict[int, list[Any]]) -> Iterator[Run]:
+    def runs(self, present: Sequence[bool], values: dict[int, list[Any]]) -> Iterator[PieceRun]:
         """Longest runs of pieces that may be one tensor.
 
         Args:
@@ -186,10 +186,10 @@ class Span:
             if present[first]:
                 yield self._run(first, last)
 
-    def _run(self, first: int, last: int) -> Run:
+    def _run(self, first: int, last: int) -> PieceRun:
         run = self._runs.get((first, last))
         if run is None:
-            run = self._runs[first, last] = Run(self, first, last, self._parts)
+            run = self._runs[first, last] = PieceRun(self, first, last, self._parts)
         return run
 
 
@@ -211,7 +211,7 @@ def _beside(one: Parts | None, other: Parts | None) -> bool:
     return all(part.goes_on_in(other[name]) for name, part in one.items())
 
 
-class Run:
+class PieceRun:
     """Neighbours that are one tensor during a step, or one piece apart.
 
     Attributes:
@@ -220,7 +220,9 @@ class Run:
         apart: whether the one piece has to be stepped on by itself.
     """
 
-    def __init__(self, span: Span, first: int, last: int, parts: Sequence[Parts | None]) -> None:
+    def __init__(
+        self, span: PieceSpan, first: int, last: int, parts: Sequence[Parts | None]
+    ) -> None:
         """Not collective.
 
         Args:
@@ -236,7 +238,7 @@ class Run:
         self._begin, self._end = span.ends[first], span.ends[last]
         begins, ends = parts[first] or {}, parts[last - 1] or {}
         self._parts = {
-            name: Part(part.base, part.begin, ends[name].end, part.counter)
+            name: StatePart(part.base, part.begin, ends[name].end, part.counter)
             for name, part in begins.items()
         }
 
@@ -353,7 +355,7 @@ class Prepared:
             pieces: of those units, in the groups of the optimizer.
         """
         self.units = list(units)
-        self.runs: list[tuple[Unit, Run, nn.Parameter, State]] = []
+        self.runs: list[tuple[Unit, PieceRun, nn.Parameter, State]] = []
         self.apart: list[tuple[int, nn.Parameter]] = []
         self._pieces = list(pieces)
         self._masters = [unit.optimized.master for unit in units]
@@ -365,7 +367,7 @@ class Prepared:
         self._versions: list[int] = []
         self._counts: Tensor | None = None  # on the host: their values
 
-    def add(self, unit: Unit, run: Run) -> None:
+    def add(self, unit: Unit, run: PieceRun) -> None:
         """Put the pieces of ``run`` together."""
         if run.apart:
             self.apart += [(run.group, piece) for piece in run.pieces]
@@ -478,7 +480,7 @@ class PartedUpdate(TakenStep):
         self._capturable = [group.get("capturable") for group in self._optimizer.param_groups]
         # Ids of the pieces in each group, for which the spans were made.
         self._members: list[list[int]] = []
-        self._spans: dict[Unit, list[Span]] = {}
+        self._spans: dict[Unit, list[PieceSpan]] = {}
         self._prepared: Prepared | None = None  # of the last step, if it may serve again
 
     def take(self, *, last: bool) -> None:
@@ -590,7 +592,7 @@ class PartedUpdate(TakenStep):
                 span.forget()
 
 
-def _spans_of(unit: Unit, group_of: dict[int, int]) -> list[Span]:
+def _spans_of(unit: Unit, group_of: dict[int, int]) -> list[PieceSpan]:
     """Neighbours in one group and one rank's piece.
 
     Kernels round the tail of a tensor differently, and a replicated optimizer must give the bits of a sharded one.
@@ -607,5 +609,5 @@ def _spans_of(unit: Unit, group_of: dict[int, int]) -> list[Span]:
         places = [shards.places[index] for index in indices]
         ends = [places[0].start, *(place.stop for place in places)]
         pieces = [shards.parameters[index] for index in indices]
-        found.append(Span(pieces, ends, group=group))
+        found.append(PieceSpan(pieces, ends, group=group))
     return found

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from hpczero.errors import StepError, TierError
 from hpczero.tier import Fetch, Staged
 from hpczero.zero.units.away import AwayGradient, AwayRest
-from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard, Store, floats
+from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard, UnitStore, floats
 from hpczero.zero.units.guard import have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import AwayState, adopt, is_elementwise, state_of
@@ -40,7 +40,7 @@ from hpczero.zero.update.parts import TakenStep, method_behind
 
 
 @dataclass(frozen=True)
-class Pieces:
+class WindowPieces:
     """Neighbours that are one long tensor.
 
     Attributes:
@@ -60,7 +60,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Window:
+class UpdateWindow:
     """One window of a unit that has to be stepped on.
 
     Attributes:
@@ -73,7 +73,7 @@ class Window:
 
     unit: Unit
     elements: range
-    runs: list[Pieces]
+    runs: list[WindowPieces]
     fetch: Fetch
     factors: tuple[float, ...]
     known: frozenset[str]
@@ -89,7 +89,7 @@ class Stepped:
         changed: whether its gradient is not what it was.
     """
 
-    made: list[tuple[Pieces, dict[str, Any]]]
+    made: list[tuple[WindowPieces, dict[str, Any]]]
     kept: list[str]
     changed: bool
 
@@ -97,7 +97,7 @@ class Stepped:
 class StreamedUpdate(TakenStep):
     """Of one optimizer, all of whose pieces rest on a tier; nothing here is collective."""
 
-    def __init__(self, units: Sequence[Unit], optimizer: Optimizer, store: Store) -> None:
+    def __init__(self, units: Sequence[Unit], optimizer: Optimizer, store: UnitStore) -> None:
         """``optimizer`` is torch's own and has been pointed at the shards of ``units``, the trainable ones."""
         super().__init__(optimizer)
         self._units, self._store = list(units), store
@@ -106,7 +106,7 @@ class StreamedUpdate(TakenStep):
         self._method: Callable[[Optimizer], Any] = method
         self._capturable = [group.get("capturable") for group in optimizer.param_groups]
         self._begun: list[Fetch] = []  # blocks of staging that this step has
-        self._coming: Iterator[Window] | None = None  # of a step that has begun
+        self._coming: Iterator[UpdateWindow] | None = None  # of a step that has begun
 
     def take(self, *, last: bool) -> None:
         """Take the step of the optimizer; the groups are empty then until ``restore``. ``check`` has passed.
@@ -118,7 +118,7 @@ class StreamedUpdate(TakenStep):
         """
         self.begin()
         self._put_groups_away()
-        made: list[tuple[Pieces, dict[str, Any]]] = []
+        made: list[tuple[WindowPieces, dict[str, Any]]] = []
         try:
             assert self._coming is not None, "it has begun"
             for window in self._coming:
@@ -203,17 +203,17 @@ class StreamedUpdate(TakenStep):
                 "is taken in windows; leave the optimizer on the device for this"
             )
 
-    def _windows(self, group_of: dict[int, int]) -> Iterator[Window]:
+    def _windows(self, group_of: dict[int, int]) -> Iterator[UpdateWindow]:
         """Those that have to be stepped on, in the order of units; reads of the next ones are on their way."""
         todo = self._wanted(group_of)
-        on_its_way: deque[Window] = deque()
+        on_its_way: deque[UpdateWindow] = deque()
         for unit, index, runs in todo:
             on_its_way.append(self._window(unit, index, runs))
             if len(on_its_way) > max(self._store.blocks - 2, 1):
                 yield on_its_way.popleft()
         yield from on_its_way
 
-    def _window(self, unit: Unit, index: int, runs: list[Pieces]) -> Window:
+    def _window(self, unit: Unit, index: int, runs: list[WindowPieces]) -> UpdateWindow:
         """Its reading starts."""
         shard, rest = unit.away, unit.gradients.rest
         assert shard is not None, "it rests on the tier"
@@ -221,9 +221,9 @@ class StreamedUpdate(TakenStep):
         factors = tuple(rest.factors(elements)) if isinstance(rest, AwayGradient) else ()
         fetch = self._start(shard, index)
         known = frozenset(shard.places[index].known)
-        return Window(unit, elements, runs, fetch, factors, known)
+        return UpdateWindow(unit, elements, runs, fetch, factors, known)
 
-    def _wanted(self, group_of: dict[int, int]) -> Iterator[tuple[Unit, int, list[Pieces]]]:
+    def _wanted(self, group_of: dict[int, int]) -> Iterator[tuple[Unit, int, list[WindowPieces]]]:
         for unit in self._units:
             shard = unit.away
             if shard is None or not unit.gradients.present:
@@ -239,10 +239,10 @@ class StreamedUpdate(TakenStep):
         self._begun.append(self._store.fetch(shard.places[index], wanted, fresh=fresh))
         return self._begun[-1]
 
-    def _runs(self, unit: Unit, group_of: dict[int, int]) -> list[Pieces]:
+    def _runs(self, unit: Unit, group_of: dict[int, int]) -> list[WindowPieces]:
         """Longest runs of neighbours with gradients, of one group, and with equal numbers in their state."""
         shards = unit.optimized
-        found: list[Pieces] = []
+        found: list[WindowPieces] = []
         entries = []
         present = have_gradients(shards.parameters)
         for piece, place, there in zip(shards.parameters, shards.places, present, strict=True):
@@ -261,7 +261,7 @@ class StreamedUpdate(TakenStep):
             members = list(neighbours)
             first = members[0][2]
             found.append(
-                Pieces(
+                WindowPieces(
                     group,
                     members[0][1].start,
                     members[-1][1].stop,
@@ -272,7 +272,9 @@ class StreamedUpdate(TakenStep):
             )
         return found
 
-    def _step(self, window: Window, staged: Staged) -> list[tuple[Pieces, dict[str, Any]]]:
+    def _step(
+        self, window: UpdateWindow, staged: Staged
+    ) -> list[tuple[WindowPieces, dict[str, Any]]]:
         """One call of torch's method; the window goes back to the tier. Returns the state of each run."""
         unit, elements = window.unit, window.elements
         stepped = self._compute(window, staged, self._optimizer)
@@ -284,7 +286,7 @@ class StreamedUpdate(TakenStep):
         self._store.tier.evict(staged, [*stepped.kept, *made])
         return stepped.made
 
-    def _compute(self, window: Window, staged: Staged, optimizer: Optimizer) -> Stepped:
+    def _compute(self, window: UpdateWindow, staged: Staged, optimizer: Optimizer) -> Stepped:
         """One call of torch's method with the options of ``optimizer``, whose own state is not used."""
         known = set(window.known)
         values, gradient = self._operands(window, staged)
@@ -293,7 +295,7 @@ class StreamedUpdate(TakenStep):
         for group in groups:
             group["params"] = []
         elements = window.elements
-        taken: list[tuple[Pieces, nn.Parameter, slice]] = []
+        taken: list[tuple[WindowPieces, nn.Parameter, slice]] = []
         for run in window.runs:
             part = slice(
                 max(run.begin, elements.start) - elements.start,
@@ -337,7 +339,7 @@ class StreamedUpdate(TakenStep):
         return rest.stepped(elements, staged)
 
     @staticmethod
-    def _operands(window: Window, staged: Staged) -> tuple[Tensor, Tensor]:
+    def _operands(window: UpdateWindow, staged: Staged) -> tuple[Tensor, Tensor]:
         """Values and gradient of a window, wherever they are."""
         begin, end = window.elements.start, window.elements.stop
         unit = window.unit
@@ -353,7 +355,7 @@ class StreamedUpdate(TakenStep):
 _ELEMENTWISE = "\0elementwise"  # no optimizer's name
 
 
-def give_counters(run: Pieces, after: dict[str, Any]) -> None:
+def give_counters(run: WindowPieces, after: dict[str, Any]) -> None:
     """What is one number in the state of a long tensor is that of each of its pieces."""
     names = after.pop(_ELEMENTWISE, [])
     for state in run.states:

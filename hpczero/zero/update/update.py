@@ -204,7 +204,7 @@ class ModelSide:
 
 
 @dataclass(frozen=True)
-class Taken:
+class CurrentStep:
     """The step that is taken now.
 
     Attributes:
@@ -259,7 +259,7 @@ class Step:
         self.history = GradientHistory(self._units, self.norms)
         self.rounds = Rounds(0)
         self.steppers: list[Stepper] = []
-        self._now: Taken | None = None
+        self._now: CurrentStep | None = None
 
     def attach(self, optimizers: OptimizerSet, *, sharded: bool) -> None:
         """Drive each one's ``step`` through torch's own hooks; not collective.
@@ -444,7 +444,7 @@ class Step:
                 unit.whole.doubt()
             raise
 
-    def _judged(self, stepper: Stepper, finite: Sequence[bool], ended: list[Unit]) -> Taken:
+    def _judged(self, stepper: Stepper, finite: Sequence[bool], ended: list[Unit]) -> CurrentStep:
         """Whether this step does anything, the same on every rank; stops where skipping cannot help."""
         overflow = self.rounds.overflows(stepper.index, finite)
         hopeless = self.skips.skip() if overflow else None
@@ -453,7 +453,7 @@ class Step:
         skipped = self.rounds.begin_step(stepper.index, finite)
         if skipped and not self.rounds.skipped:
             self.skips.skip_late(stepper.name)
-        return Taken(ended, overflow, skipped)
+        return CurrentStep(ended, overflow, skipped)
 
     def _stepper_of(self, optimizer: Optimizer) -> Stepper:
         return next(stepper for stepper in self.steppers if stepper.optimizer is optimizer)

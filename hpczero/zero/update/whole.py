@@ -36,7 +36,7 @@ from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizers import needs_whole
 from hpczero.zero.update.parts import TakenStep, unhooked, written_in
-from hpczero.zero.update.whole_states import Job, States, Whole, state_of
+from hpczero.zero.update.whole_states import ParameterUpdate, States, WholeParameter, state_of
 
 # Directions: updates of whole parameters of which only one tensor goes to the owner and one comes back.
 #
@@ -135,7 +135,7 @@ def directions_of(optimizer: Optimizer) -> Directions | None:
     return found if own else None
 
 
-class DirectionJob(Job):
+class DirectionJob(ParameterUpdate):
     """The update of one parameter by a rule of directions."""
 
     by_optimizer = False
@@ -153,10 +153,10 @@ class DirectionJob(Job):
         """Not collective.
 
         Args:
-            unit: see ``Job``.
-            position: see ``Job``.
-            group: see ``Job``.
-            replicated: see ``Job``.
+            unit: see ``ParameterUpdate``.
+            position: see ``ParameterUpdate``.
+            group: see ``ParameterUpdate``.
+            replicated: see ``ParameterUpdate``.
             optimizer: whose group it is.
             rule: of the optimizer.
         """
@@ -186,8 +186,10 @@ class DirectionJob(Job):
         return torch.cat([gradient.new_ones(1), _words(wanted)])
 
     @override
-    def assemble(self, said: Sequence[tuple[range, Tensor]], states: States) -> Whole | None:
-        """The direction from what was said of all parts; None where there is no gradient. Otherwise as of ``Job``."""
+    def assemble(
+        self, said: Sequence[tuple[range, Tensor]], states: States
+    ) -> WholeParameter | None:
+        """As of ``ParameterUpdate``: the direction from what all parts said, or None where there is no gradient."""
         if not self._present(said):
             return None
         group = self._options
@@ -197,11 +199,11 @@ class DirectionJob(Job):
             assert len(each) == 1 + _count(len(part), dtype), "options are agreed on before a step"
             wanted[part.start : part.stop].copy_(each[1:].view(dtype)[: len(part)])
         direction = self._rule.direction(wanted.view(self.shape), group)
-        return Whole(nn.Parameter(direction.to(dtype), requires_grad=False))
+        return WholeParameter(nn.Parameter(direction.to(dtype), requires_grad=False))
 
     @override
-    def answers(self, whole: Whole | None) -> dict[int, list[Tensor]]:
-        """As of ``Job``: a mark, and directions."""
+    def answers(self, whole: WholeParameter | None) -> dict[int, list[Tensor]]:
+        """As of ``ParameterUpdate``: a mark, and directions."""
         if whole is None:
             return {
                 rank: [torch.empty(0, dtype=torch.float32, device="cpu")] * 2
@@ -313,7 +315,7 @@ def rounds_of(
     return rounds
 
 
-Jobs = Sequence[tuple[Job, int]]
+Jobs = Sequence[tuple[ParameterUpdate, int]]
 """Each with its owner."""
 Found = TypeVar("Found")
 
@@ -344,7 +346,11 @@ class WholeUpdate(TakenStep):
         step: Any = type(optimizer).step
         self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
         rule = directions_of(optimizer)
-        kind = Job if rule is None else partial(DirectionJob, optimizer=optimizer, rule=rule)
+        kind = (
+            ParameterUpdate
+            if rule is None
+            else partial(DirectionJob, optimizer=optimizer, rule=rule)
+        )
         jobs = [
             kind(unit, position, unit.spec.groups[position] - groups.start, replicated=replicated)
             for unit, positions in slots.items()
@@ -463,7 +469,7 @@ class WholeUpdate(TakenStep):
         """Step on this rank's own; by rank, what goes back."""
         me, outgoing = self._comm.group.index, self._nothing()
         arrived = [iter(each) for each in said]
-        wholes: list[tuple[Job, Whole | None]] = []
+        wholes: list[tuple[ParameterUpdate, WholeParameter | None]] = []
         for job, owner in jobs:
             if owner == me:
                 wholes.append((job, self._assembled(job, arrived)))
@@ -475,7 +481,9 @@ class WholeUpdate(TakenStep):
                 outgoing[rank] += answer
         return outgoing
 
-    def _assembled(self, job: Job, arrived: Sequence[Iterator[Tensor]]) -> Whole | None:
+    def _assembled(
+        self, job: ParameterUpdate, arrived: Sequence[Iterator[Tensor]]
+    ) -> WholeParameter | None:
         """A parameter of this rank's, from its own parts and what arrived of the others; None: no update."""
         states = self._optimizer.state
         elements = [part for _, part in job.parts]
@@ -498,7 +506,7 @@ class WholeUpdate(TakenStep):
                 if answer:  # else its owner has failed
                     job.take(answer, self._optimizer.state)
 
-    def _step_on_wholes(self, wholes: Sequence[tuple[Job, Whole]]) -> None:
+    def _step_on_wholes(self, wholes: Sequence[tuple[ParameterUpdate, WholeParameter]]) -> None:
         states: dict[Any, Any] = self._optimizer.state
         groups: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
         for job, whole in wholes:

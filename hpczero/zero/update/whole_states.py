@@ -32,7 +32,7 @@ Number = int | float | bool | None
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """One state of one parameter.
 
     Attributes:
@@ -77,7 +77,7 @@ class Entry:
         return self.number
 
 
-def entries_of(state: Mapping[str, Any], shape: Sequence[int], name: str) -> list[Entry]:
+def entries_of(state: Mapping[str, Any], shape: Sequence[int], name: str) -> list[StateEntry]:
     """The states that an optimizer has made of a whole parameter.
 
     Args:
@@ -91,14 +91,14 @@ def entries_of(state: Mapping[str, Any], shape: Sequence[int], name: str) -> lis
     found = []
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.dtype == torch.float32:
-            found.append(Entry(key, tuple(value.shape)))
+            found.append(StateEntry(key, tuple(value.shape)))
         elif isinstance(value, Tensor) and not value.dim():
             kind = f"tensor:{str(value.dtype).removeprefix('torch.')}"
-            found.append(Entry(key, kind=kind, number=value.item()))
+            found.append(StateEntry(key, kind=kind, number=value.item()))
         elif value is None:
-            found.append(Entry(key, kind="none"))
+            found.append(StateEntry(key, kind="none"))
         elif type(value) in (bool, int, float):
-            found.append(Entry(key, kind=type(value).__name__, number=value))
+            found.append(StateEntry(key, kind=type(value).__name__, number=value))
         else:
             got = value.dtype if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise StepError(
@@ -108,7 +108,7 @@ def entries_of(state: Mapping[str, Any], shape: Sequence[int], name: str) -> lis
     return found
 
 
-def kept_entries(state: Mapping[str, Any], shape: Sequence[int]) -> list[Entry]:
+def kept_entries(state: Mapping[str, Any], shape: Sequence[int]) -> list[StateEntry]:
     """As ``entries_of``, of the states that are kept with a part of the parameter."""
     sizes: dict[str, list[int]] = {}
     for key, value in state.items():
@@ -116,13 +116,15 @@ def kept_entries(state: Mapping[str, Any], shape: Sequence[int]) -> list[Entry]:
         if found and place.isdecimal():
             sizes.setdefault(name, []).append(int(value))
     numel = prod(shape)
-    further = {n for name, size in sizes.items() for n in Entry(name, tuple(size)).names(numel)[1:]}
+    further = {
+        n for name, size in sizes.items() for n in StateEntry(name, tuple(size)).names(numel)[1:]
+    }
     found_entries = []
     for key, value in state.items():
         if key in further or (SHAPE in key and key.rpartition(SHAPE)[0] in sizes):
             continue
         if isinstance(value, Tensor) and value.dim():
-            found_entries.append(Entry(key, tuple(sizes.get(key, shape))))
+            found_entries.append(StateEntry(key, tuple(sizes.get(key, shape))))
         else:
             found_entries += entries_of({key: value}, shape, key)
     return found_entries
@@ -138,7 +140,7 @@ def is_packed(state: Mapping[str, Any], key: str) -> bool:
 
 def put(
     state: MutableMapping[str, Any],
-    entries: Sequence[Entry],
+    entries: Sequence[StateEntry],
     values: Tensor,
     part: range,
     shape: Sequence[int],
@@ -174,7 +176,7 @@ def put(
 
 
 def held(
-    state: Mapping[str, Any], entries: Sequence[Entry], part: range, numel: int
+    state: Mapping[str, Any], entries: Sequence[StateEntry], part: range, numel: int
 ) -> list[Tensor]:
     """The elements that are kept with ``part``, as ``put`` takes them; flat tensors.
 
@@ -201,15 +203,15 @@ def trim(state: MutableMapping[str, Any], part: range, shape: Sequence[int]) -> 
                     state[name] = value.reshape(-1)[: len(elements)].clone()
 
 
-def to_text(entries: Sequence[Entry]) -> str:
+def to_text(entries: Sequence[StateEntry]) -> str:
     """Entries as JSON; numbers come back bit for bit."""
     return json.dumps([[e.name, e.shape, e.kind, e.number] for e in entries])
 
 
-def from_text(text: str) -> list[Entry]:
+def from_text(text: str) -> list[StateEntry]:
     """What ``to_text`` was given."""
     return [
-        Entry(name, None if shape is None else tuple(shape), kind, number)
+        StateEntry(name, None if shape is None else tuple(shape), kind, number)
         for name, shape, kind, number in json.loads(text)
     ]
 
@@ -223,7 +225,7 @@ States = MutableMapping[Any, Any]
 
 
 @dataclass
-class Whole:
+class WholeParameter:
     """A whole parameter with its gradient and state, for the time of its update.
 
     Attributes:
@@ -235,7 +237,7 @@ class Whole:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-class Job:
+class ParameterUpdate:
     """The update of one parameter.
 
     Attributes:
@@ -305,7 +307,9 @@ class Job:
         kept = held(state, kept_entries(state, self.shape), part, self.numel)
         return torch.cat([gradient.new_ones(1), gradient, shard.detach(), *kept])
 
-    def assemble(self, said: Sequence[tuple[range, Tensor]], states: States) -> Whole | None:
+    def assemble(
+        self, said: Sequence[tuple[range, Tensor]], states: States
+    ) -> WholeParameter | None:
         """The whole parameter from what was said of all its parts; None where it has no gradient.
 
         Args:
@@ -347,7 +351,7 @@ class Job:
         parameter = nn.Parameter(values.view(self.shape))
         vars(parameter).update(vars(self.parts[0][0]))  # what an optimizer looks for: p.lr_scale
         parameter.grad = gradient.view(self.shape)
-        found = Whole(parameter)
+        found = WholeParameter(parameter)
         for entry in entries:
             if entry.shape is None:
                 found.state[entry.name] = entry.value()
@@ -372,7 +376,7 @@ class Job:
 
     # --- and back ------------------------------------------------------------------------------------------------
 
-    def answers(self, whole: Whole | None) -> dict[int, list[Tensor]]:
+    def answers(self, whole: WholeParameter | None) -> dict[int, list[Tensor]]:
         """What goes back to each rank that holds a part, two tensors on the host; None: nothing is changed.
 
         Raises:
@@ -396,7 +400,7 @@ class Job:
                 found[rank] = [words, torch.cat(pieces)]
         return found
 
-    def _of_part(self, whole: Whole, entries: Sequence[Entry], part: range) -> Tensor:
+    def _of_part(self, whole: WholeParameter, entries: Sequence[StateEntry], part: range) -> Tensor:
         pieces = [whole.parameter.detach().reshape(-1)[part.start : part.stop]]
         for entry in entries:
             if entry.shape is not None:
