@@ -1,6 +1,6 @@
 """The sampling command: ``[mpirun -n 2] python -m hpczero.sample runs/default --prompt "def "``.
 
-Owns: its options. Must not know: how text is generated, which is ``generation.py``.
+Owns: its options. Must not know: how text is generated, which is ``run/sampling.py``.
 """
 
 from __future__ import annotations

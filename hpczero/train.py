@@ -1,7 +1,7 @@
 """The training command: ``[mpirun -n 4] python -m hpczero.train [run.toml] [--section.key value ...]``.
 
 Owns: the order of events until torch and MPI have started. Must not know: the loop itself (``loop.py``), what is
-refused before it (``precheck.py``), and how a job ends then (``first_seconds.py``).
+refused before it, and how a job ends then (``run/starting/precheck.py``).
 """
 
 from __future__ import annotations

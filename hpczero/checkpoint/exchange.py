@@ -5,7 +5,7 @@ Owns: who sends which elements to whom, in rounds of bounded size. Must not know
 A rank's elements of a flat dataset lie in many short runs, because every unit is cut over all ranks. A file is written
 best in few long pieces. Each rank is therefore responsible for some consecutive slabs, and elements travel between the
 two cuts, a few slabs at a time. A rank holds one flat tensor in the order of the file, so what it sends to a slab is
-one slice. Every rank knows what every other one holds, as entries of runs (``even_runs``): a few for each parameter.
+one slice. Every rank knows what every other one holds, as entries of runs: a few for each parameter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What of a zeroified model and its optimizers goes into a checkpoint, and where.
 
 Owns: values and states by elements of the file, read from and put to where they rest. Must not know: files, who else
-holds what (``whole_table``), how elements travel.
+holds what, how elements travel.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Signals that ask a run to stop, noted from the first moment of the process.
 
-Owns: which signals those are, and that they are noted. Must not know: MPI, torch, and what follows (``stops.py``).
+Owns: which signals those are, and that they are noted. Must not know: MPI, torch, what follows (``run/stopping.py``).
 
 A signal may come in the middle of anything, so the handler only sets a flag, and rank 0 says so with one system call.
 Batch systems send SIGTERM before they kill, and SIGUSR1 if asked to (``sbatch --signal``). They may do so while a rank

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 VECTOR_NBYTES = 16  # the widest load of a thread
 # Of one launch. With 256 a compiler took 9.5 s and kept 4 KiB of each thread in local memory (issue 20); larger sums
-# are several launches (``subtrees``).
+# are several launches.
 MOST_BLOCKS = 32
 MOST_BLOCKS_OF_ROWS = 16
 # What a thread loads before it adds. All loads of a turn are under way together, in registers: 128 bytes are 32 of

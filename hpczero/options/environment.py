@@ -66,7 +66,7 @@ class Environment:
         algorithms: HPCZERO_ALGORITHMS: what ``auto`` means.
         overlap: HPCZERO_OVERLAP=0: nothing moves between nodes while the model computes.
         distributed: HPCZERO_DISTRIBUTED=0: ``zeroify`` does not initialise torch.distributed.
-        keep_heap: HPCZERO_KEEP_HEAP=0: leave the C library's heap as it is; see ``heap``.
+        keep_heap: HPCZERO_KEEP_HEAP=0: leave the C library's heap as it is; see ``memory/pages.py``.
         tunes_malloc: whether the user has set malloc himself (MALLOC_*_, GLIBC_TUNABLES).
         job: SLURM_JOB_ID, as text; empty outside of SLURM.
         job_of_squeue: the name that squeue knows this very job by; the number of an array's first element means all.

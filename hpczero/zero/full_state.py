@@ -3,7 +3,7 @@
 Owns: which value has which name. Must not know: how values are gathered, MPI.
 
 Names are those of the model's own ``state_dict()``, so what its modules and hooks add or rename is kept. Where ranks
-hold parts of a model they are those of the whole one (``whole_model``).
+hold parts of a model they are those of the whole one.
 """
 
 from __future__ import annotations

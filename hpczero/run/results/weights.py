@@ -2,7 +2,7 @@
 
 Owns: the file, and what sampling asks of any weights (``WeightSource``). Must not know: MPI, shards. One rank writes
 whole tensors. Any rank reads them one at a time, so no reader needs memory for more than one parameter. Sharded
-checkpoints with optimizer state are read by ``checkpoint_weights.py``.
+checkpoints with optimizer state are read by ``run/sampling.py``.
 """
 
 from __future__ import annotations

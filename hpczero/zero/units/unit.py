@@ -6,7 +6,7 @@ Must not know: modules, hooks, when to act (`schedule`), optimizers (they see `s
     whole       parameters, views of one buffer   (padded_numel,) param dtype; given back between uses where sharded
     master      fp32, what is optimised   this rank's shard, or the whole unit where the optimizer is replicated; in
                                           fp32 it *is* this rank's slice of the buffer where that lasts
-    gradients   see ``unit_gradients.py``
+    gradients   see ``gradients.py``
 """
 
 from __future__ import annotations

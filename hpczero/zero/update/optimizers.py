@@ -84,7 +84,7 @@ REFUSED = {
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose update is neither elementwise nor one of whole parameters (``whole_rules``).
+    """Refuse an optimizer whose update is neither elementwise nor one of whole parameters.
 
     A class of your own passes if it says so with ``hpczero_elementwise = True`` or ``hpczero_whole_parameters = True``.
 

@@ -7,7 +7,7 @@ One ``optimizer.step()`` of the program is one call of torch's method for every 
 hooks see one step (issue 18).
 
     read ahead   [values | gradient | state]     the next windows
-    step         long tensors are views of the staging block, as ``spans`` makes them of memory
+    step         long tensors are views of the staging block, as ``parts`` makes them of memory
     write        [values | state | mirror]       the window before; in half precision a copy of values in it
 
 [Note: The same bits]

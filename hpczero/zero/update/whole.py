@@ -1,13 +1,13 @@
 """WholeUpdate: the step of an optimizer that needs whole parameters, taken for each of them by one rank.
 
 Owns: what stands in ``param_groups`` and ``optimizer.state`` meanwhile, and the rounds. Must not know: what an update
-computes, what of a state goes where (``whole_jobs``).
+computes, what of a state goes where (``whole_states``).
 
     round by round   parts -> owners      gradient, values and state of each part
                      owners               the optimizer's own step, over whole parameters
                      owners -> parts      values and state
 
-A rule of directions sends less: see ``directions``. Between steps values and state are in shards, as those of any
+A rule of directions sends less: see ``Directions``. Between steps values and state are in shards, as those of any
 optimizer are. So stages, checkpoints and the plan are none the wiser. In a step 1/N of the parameters is whole on a
 rank, and of that one round's.
 
