@@ -261,7 +261,7 @@ def handler(number, frame):
 
 signal.signal(signal.SIGALRM, handler)
 topology = hpczero.Topology.create(MPI.COMM_WORLD)
-exchange, rank = Exchange(topology), topology.rank
+exchange, rank = ChunkedExchange(topology), topology.rank
 calls = {
     "gather": lambda i: topology.gather(100.0 * rank + i) == [i, 100.0 + i],
     "largest": lambda i: topology.world.largest(i) == i,
