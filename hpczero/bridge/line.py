@@ -23,7 +23,6 @@ added to a future before the next call of the group is started.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import math
@@ -31,6 +30,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -279,11 +279,8 @@ class Line:
     def _complete(self, number: int, future: Future[Any], what: str) -> None:
         """Its callbacks run."""
         before, self._place = self._place, number
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(CommError):  # a call was cut off: they are told all the same
-                stack.enter_context(self._watchdog.watch(f"a callback of a future of {what}"))
-            with contextlib.suppress(RuntimeError):  # of a callback of the program's
-                future.set_result(None)
+        with self._watchdog.watch(f"a callback of a future of {what}"), suppress(RuntimeError):
+            future.set_result(None)  # whose callbacks are the program's, and may raise
         self._place = before
 
     def _make(
@@ -302,8 +299,7 @@ class Line:
             except BaseException as failure:
                 error = failure
                 if not (isinstance(failure, HpcZeroError) and failure.agreed):
-                    self._broken = failure
-                    self._watchdog.cut_off.hold(failure)
+                    self._broken = failure  # whose traceback keeps what MPI may still read and write
         if from_queue:
             with self._count:
                 self._waiting -= 1

@@ -176,7 +176,7 @@ class GroupMessages:
         def end(_: list[MPI.Status]) -> None:
             _keep = source  # until MPI has read it
 
-        with self._watchdog.cut_off.holding():
+        with self._watchdog.collective(what):
             requests = [
                 self._comm.Isend([piece.numpy(), MPI.BYTE], rank, tag) for piece in _pieces(source)
             ]
@@ -210,7 +210,7 @@ class GroupMessages:
                     )
             target.done()
 
-        with self._watchdog.cut_off.holding():
+        with self._watchdog.collective(what):
             requests = [
                 self._comm.Irecv([piece.numpy(), MPI.BYTE], source, tag) for piece in pieces
             ]

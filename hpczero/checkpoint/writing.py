@@ -96,10 +96,7 @@ class BackgroundWrite:
 
         def run() -> None:
             try:
-                with (
-                    own.watchdog.cut_off.apart()
-                ):  # who goes on from a checkpoint may need this one
-                    self._path = work(own)
+                self._path = work(own)
             except BaseException as error:
                 self._error = error
             with self._guard:

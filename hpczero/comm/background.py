@@ -121,7 +121,6 @@ def _work(
                         operation()
                     lane.finish()
             except BaseException as failure:
-                error = failure
-                watchdog.cut_off.hold(failure)
+                error = failure  # whose traceback keeps what MPI may still read and write
         outcome.settle(error)
         del item, before, operation, outcome  # they hold buffers

@@ -129,7 +129,6 @@ class Collectives(ABC):
         self.memory = memory or Memory()
         self.calls = Calls(self.everybody, self.reach.accelerator, strict=strict)
         self._watchdog = group.watchdog
-        self.memory.stays = self._watchdog.cut_off.happened
 
     def allocate(
         self,
@@ -312,7 +311,7 @@ class Collectives(ABC):
         return self.memory.current.get("exchange", 0)
 
     def close(self) -> None:
-        """Free communicators and datatypes; nothing where a call was cut off: MPI may use them. Collective."""
+        """Free communicators and datatypes. Collective."""
         return
 
     def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:

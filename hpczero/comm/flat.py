@@ -107,8 +107,6 @@ class Flat(Collectives):
 
     def close(self) -> None:
         """Free datatypes and the exchange buffer. Collective."""
-        if self._watchdog.cut_off.happened():
-            return
         self._gather.free()
         self._exchange.free()
         self._received.release()

@@ -424,8 +424,6 @@ class Hierarchical(Collectives):
 
     def close(self) -> None:
         """Free counters, datatypes and scratch. Collective."""
-        if self._watchdog.cut_off.happened():
-            return
         self._finish_until(None)
         if self._background is not None:
             self._background.close()

@@ -210,8 +210,6 @@ class Hybrid(Collectives):
 
     @override
     def close(self) -> None:
-        if self._watchdog.cut_off.happened():
-            return
         while self._begun:
             self._begun.popleft().begin.wait()
         if self._background is not None:

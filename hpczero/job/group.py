@@ -127,7 +127,7 @@ def agreed(comm: MPI.Intracomm, watchdog: Watchdog, what: str) -> Iterator[None]
         raise
     except BaseException as left:  # this rank does not come to the agreement
         if comm.size > 1:
-            watchdog.cut_off.note(f"the agreement of all ranks after {what!r}", left)
+            watchdog.left(f"the agreement of all ranks after {what!r}", left)
         raise
     is_foreign = not isinstance(error, HpcZeroError)
     mine = None if error is None else (is_foreign, _told_as(error), errors.words_of(error))

@@ -182,9 +182,6 @@ class Topology:
 
     def free(self) -> None:
         """Free the communicators and end the watchdog. Collective; the topology must not be used afterwards."""
-        if self.watchdog.cut_off.happened():  # MPI may still use the communicators
-            self.watchdog.stop()
-            return
         with self.watchdog.collective("Topology.free"):
             for group in self.groups:
                 group.free()

@@ -10,15 +10,14 @@ import sys
 import sysconfig
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from hpczero.errors import EXIT_FAILURE, EXIT_HANG, CommError, abort_job
+from hpczero.errors import EXIT_FAILURE, EXIT_HANG, abort_job, report
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -83,128 +82,40 @@ class RollCall:
 
 # What follows when an exception leaves a collective call that the other ranks are still in.
 #
-# [Note: Why nothing goes on]
+# [Note: Why the job ends]
 # A signal handler of the program's own may raise anywhere, so also between two messages of one call. MPI has been told
 # of some messages and goes on with them whenever this process calls it again; the others were never sent. A later call
 # on the same communicator would be matched with them, and ranks would take one unit's values for another's. Memory that
-# was given back would be written to, and the process would die in some other place, with a corrupted heap. So every
-# later call of this rank is an error, and memory that was under way stays for as long as the process lives.
-
-# Of all cut-off calls of this process; see [Note: Why nothing goes on].
-_UNDER_WAY: list[object] = []
+# was given back would be written to. A program that catches the exception cannot know that. So the rank says what left
+# which call, and ends the job, as it would if the exception were caught by nobody.
 
 
-def keep_for_good(*held: object) -> None:
-    """Keep what MPI may still read and write until the process ends. Not collective."""
-    _UNDER_WAY.extend(held)
+def end_if_alone(error: BaseException, what: str, *, rank: int, ranks: int) -> None:
+    """End the job because ``error`` leaves the call ``what`` on this rank while others wait for the rest of it.
 
+    Returns if nobody waits: one rank makes such calls alone, and an error that all of them raise together leaves none.
 
-class CutOff:
-    """Whether a call of these ranks was cut off on this one.
-
-    Attributes:
-        rank: of the job, for messages.
-        ranks: that make these calls together. Where it is one, nobody waits for the rest of a call, and any call may
-            follow.
+    Args:
+        error: what is on its way out of the call.
+        what: names the call.
+        rank: of the job, for the message.
+        ranks: that make these calls together.
     """
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        """Not collective."""
-        self.rank, self.ranks = rank, ranks
-        self._what: str | None = None
-        self._why = ""
-        self._holds = False
-        self._apart: set[int] = set()
-
-    def happened(self) -> bool:
-        """Whether a call was cut off, so that nothing may be given back."""
-        return self._holds
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """This thread's calls go over communicators of their own: what is cut off elsewhere is nothing to them."""
-        thread = threading.get_ident()
-        self._apart.add(thread)
-        try:
-            yield
-        finally:
-            self._apart.discard(thread)
-
-    def note(self, what: str, error: BaseException) -> None:
-        """``error`` leaves the call ``what``. An error that all ranks raise together cuts off nothing."""
-        self.hold(error)
-        if self._holds and self._what is None:
-            self._what, self._why = what, f"{type(error).__name__} ({error})"
-            if isinstance(error, SystemExit):
-                _end_job_at_exit(self.rank, what, error)
-
-    def hold(self, error: BaseException) -> None:
-        """Keep all that the functions hold which ``error`` has left: requests, buffers, the transport.
-
-        Calls go on: who waits for what the communication thread has failed in hears of that each time.
-        """
-        if self.ranks == 1 or getattr(error, "agreed", False):
-            return
-        if getattr(error, "raised_by", 0) >= self.ranks:  # also of a part of the job
-            return
-        self._holds = True
-        seen: BaseException | None = error
-        while seen is not None:
-            _keep_locals(seen.__traceback__)
-            seen = seen.__cause__ or seen.__context__
-
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """MPI is told of memory: an exception that leaves the block keeps it for good, and calls go on."""
-        try:
-            yield
-        except BaseException as error:
-            self.hold(error)
-            raise
-
-    @contextmanager
-    def around(self, what: str) -> Iterator[None]:
-        """Messages with computation between them: an exception that leaves the block cuts ``what`` off.
-
-        Raises:
-            CommError: on entry; something was cut off before.
-        """
-        self.check(what)
-        try:
-            yield
-        except BaseException as error:
-            self.note(what, error)
-            raise
-
-    def check(self, what: str) -> None:
-        """Refuse the call ``what`` if one was cut off.
-
-        Raises:
-            CommError: it was, on this rank.
-        """
-        if self._what is not None and threading.get_ident() not in self._apart:
-            raise CommError(
-                f"rank {self.rank}: {what} cannot begin, because {self._why} cut off {self._what} on this rank; others "
-                "may wait for the rest of that; end the program and go on from a checkpoint"
-            )
-
-
-def _end_job_at_exit(rank: int, what: str, error: SystemExit) -> None:
-    """A rank that exits is told of to nobody by itself, and the others wait for the rest of ``what``."""
-    code = error.code if isinstance(error.code, int) and error.code else EXIT_FAILURE
-
-    def end() -> None:
-        sys.stderr.write(
-            f"[rank {rank}] sys.exit({error.code!r}) cut off {what}, for the rest of which others wait: the job ends\n"
-        )
-        abort_job(code)
-
-    atexit.register(end)  # the last one is called first: what is freed at exit may wait for others
-
-
-def _keep_locals(trace: TracebackType | None) -> None:
-    # A copy: ``traceback.clear_frames`` would empty the frames themselves.
-    keep_for_good(*(dict(frame.f_locals) for frame, _ in traceback.walk_tb(trace)))
+    together = getattr(error, "agreed", False) or getattr(error, "raised_by", 0) >= ranks
+    if ranks == 1 or together:
+        return
+    if isinstance(error, SystemExit):
+        said, code = f"sys.exit({error.code!r})", error.code
+        code = code if isinstance(code, int) and code else EXIT_FAILURE
+    else:
+        code = report(error)
+        said = type(error).__name__
+    sys.stderr.write(
+        f"[rank {rank}] {said} cut off {what}, for the rest of which other ranks wait: the job ends. Raise between "
+        "steps: a signal handler sets a flag, and the loop looks at the flag\n"
+    )
+    sys.stderr.flush()
+    abort_job(code)
 
 
 # The watchdog: a call that does not return ends the job instead of holding the allocation.
@@ -246,7 +157,6 @@ class Watchdog:
 
     Attributes:
         timeout_s: seconds one call may take before the job is ended with exit 86; 0 waits for ever.
-        cut_off: whether a call was cut off; then none begins any more.
     """
 
     def __init__(self, rank: int, timeout_s: float, *, ranks: int = 2) -> None:
@@ -257,11 +167,11 @@ class Watchdog:
             timeout_s: as the attribute.
             ranks: that make these calls together.
         """
-        self.rank = rank
-        self.cut_off = CutOff(rank, ranks)
+        self.rank, self.ranks = rank, ranks
         self.timeout_s = timeout_s
-        # Calls of two threads may be open at a time; the one that began last is the one that holds things up.
-        self._calls: dict[int, tuple[str, float]] = {}
+        # Calls of two threads may be open at a time; the one that began last is the one that holds things up. A call
+        # whose context is gone was left by a signal handler's exception as it began or ended.
+        self._calls: dict[int, tuple[weakref.ref[_Watch], str, float]] = {}
         self._begun = 0
         self._last = ("nothing yet", time.monotonic())
         self._stop = threading.Event()
@@ -280,31 +190,27 @@ class Watchdog:
             self._roll_call = None
 
     def watch(self, what: str) -> _Watch:
-        """Context manager around one blocking call; ``what`` is printed if it does not return in time.
-
-        It raises CommError on entry if a call was cut off before.
-        """
+        """Context manager around one blocking call; ``what`` is printed if it does not return in time."""
         return _Watch(self, what)
 
     def collective(self, what: str) -> _Watch:
-        """As ``watch``, around messages that peers wait for: an exception that leaves the block cuts the call off."""
-        return _Watch(self, what, cuts_off=True)
+        """As ``watch``, around messages that peers wait for: an exception of this rank alone ends the job."""
+        return _Watch(self, what, met=True)
 
     @contextmanager
     def operation(self, what: str) -> Iterator[None]:
-        """Context around several calls: an exception that leaves the block after the first cuts ``what`` off.
-
-        Raises:
-            CommError: on entry; something was cut off before.
-        """
-        self.cut_off.check(what)
+        """Context around several calls: an exception of this rank alone, after the first call, ends the job."""
         before = self._begun
         try:
             yield
         except BaseException as error:
             if self._begun != before:
-                self.cut_off.note(what, error)
+                self.left(what, error)
             raise
+
+    def left(self, what: str, error: BaseException) -> None:
+        """``error`` leaves the call ``what``: end the job if other ranks wait for the rest of the call."""
+        end_if_alone(error, what, rank=self.rank, ranks=self.ranks)
 
     def stop(self) -> None:
         """End the thread and wait for it, so that it does not ask for the interpreter at exit."""
@@ -314,9 +220,9 @@ class Watchdog:
             self._thread = None
             _watching.discard(self)
 
-    def _begin(self, call: int, what: str) -> None:
+    def _begin(self, call: _Watch, what: str) -> None:
         self._begun += 1
-        self._calls[call] = (what, time.monotonic())
+        self._calls[id(call)] = (weakref.ref(call), what, time.monotonic())
         if self._thread is None and self.timeout_s > 0 and not self._stop.is_set():
             # The thread does not keep the watchdog: of a topology that nobody has any more, it ends.
             forgotten = weakref.finalize(self, self._stop.set)
@@ -330,14 +236,15 @@ class Watchdog:
             self._thread.start()
             _watching.add(self)
 
-    def _end(self, call: int) -> None:
-        found = self._calls.pop(call, None)
+    def _end(self, call: _Watch) -> None:
+        found = self._calls.pop(id(call), None)
         if found is not None:
-            self._last = (found[0], time.monotonic())
+            self._last = (found[1], time.monotonic())
 
     def _latest(self) -> tuple[str, float] | None:
         """The open call that began last, and when it began."""
-        return next(iter(reversed(list(self._calls.values()))), None)
+        calls = reversed(list(self._calls.values()))
+        return next(((what, since) for call, what, since in calls if call() is not None), None)
 
     def _state(self) -> str:
         """Where this rank is, in words for the others."""
@@ -448,38 +355,15 @@ def _watch(held: weakref.ref[Watchdog], stop: threading.Event) -> None:
 
 
 class _Watch:
-    _open = False
-
-    def __init__(self, watchdog: Watchdog, what: str, *, cuts_off: bool = False) -> None:
+    def __init__(self, watchdog: Watchdog, what: str, *, met: bool = False) -> None:
         self._watchdog = watchdog
         self._what = what
-        self._cuts_off = cuts_off
+        self._met = met
 
     def __enter__(self) -> None:
-        self._watchdog.cut_off.check(self._what)
-        try:
-            self._watchdog._begin(id(self), self._what)
-            self._open = True
-        except BaseException:  # a signal handler's; the call has not begun
-            self._watchdog._end(id(self))
-            raise
+        self._watchdog._begin(self, self._what)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is not None and self._cuts_off:
-                self._watchdog.cut_off.note(self._what, error)
-            self._watchdog._end(id(self))
-        except BaseException as cut:  # a signal handler's: nobody gets what the call has brought
-            if self._cuts_off:
-                self._watchdog.cut_off.note(self._what, cut)
-            self._watchdog._end(id(self))
-            raise
-        finally:
-            self._open = False
-
-    def __del__(self) -> None:
-        # A signal handler has raised as ``__exit__`` was about to run.
-        if self._open:
-            self._watchdog._end(id(self))
-            if self._cuts_off:
-                self._watchdog.cut_off.note(self._what, InterruptedError("a signal as it ended"))
+        self._watchdog._end(self)
+        if error is not None and self._met:
+            self._watchdog.left(self._what, error)

@@ -13,15 +13,14 @@ leave saved views such as ``weight.t()`` on the old memory.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from enum import Enum, auto
 
 import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
-# What was released while MPI might still write to it.
-_STAYS: list[torch.Tensor] = []
+
+
 
 
 def lasting(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
@@ -42,8 +41,6 @@ class Memory:
         self.current: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self._lock = threading.Lock()  # what runs in the background takes memory too
-        # Whether what is held stays held for good; a transport says (job/watchdog.py).
-        self.stays: Callable[[], bool] = bool
 
     def add(self, category: str, nbytes: int) -> None:
         """Count ``nbytes`` more (or, if negative, fewer) in ``category``."""
@@ -132,9 +129,6 @@ class Buffer:
 
         Memory that ``parameter.numpy()`` points to stays held: torch refuses to take it from under NumPy.
         """
-        if self._held and self._memory.stays():
-            _STAYS.append(self.tensor)
-            return
         if not self._keep and self._held and self.tensor.untyped_storage().resizable():
             self.tensor.untyped_storage().resize_(0)
             self._memory.add(self._category, -self._nbytes)

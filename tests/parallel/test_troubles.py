@@ -110,7 +110,7 @@ def test_a_tensor_rank_that_stands_still_is_named() -> None:
     assert re.search(r"missing: rank 1 ", job.stderr), job
 
 
-def test_a_step_of_the_pipeline_that_was_left_is_the_last_one() -> None:
+def test_a_step_of_the_pipeline_that_is_left_ends_the_job() -> None:
     # The peer would take the next step's micro-batch 0 for this one's micro-batch 1.
     caught = """
     made = make(options, adapter, model, **rest)
@@ -130,6 +130,6 @@ def test_a_step_of_the_pipeline_that_was_left_is_the_last_one() -> None:
     job = run_loop(
         "raise RuntimeError('a bad sample')", {"pipeline": 2}, 2, 0, call=15, program=program
     )
-    assert "caught a bad sample" in job.stdout, job
+    assert "caught" not in job.stdout, job
     assert job.returncode == 1, job
-    assert "RuntimeError (a bad sample) cut off a step of the pipeline" in job.stderr, job
+    assert "RuntimeError cut off a step of the pipeline" in job.stderr, job
