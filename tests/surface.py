@@ -30,7 +30,7 @@ MODULES = (
 )
 COMMANDS = {
     "hpczero.checkpoint": ("ls", "verify", "export", "import"),
-    "hpczero.data": ("prepare", "show", "verify", "seal"),
+    "hpczero.data": ("prepare", "show", "verify"),
     "hpczero.doctor": (),
     "hpczero.plan": (),
     "hpczero.preflight": (),

@@ -1,7 +1,6 @@
 """Text to batches: corpus (which text), tokenize, tokens (the file), sampler and batches (the order).
 
-The files of the token file are tokens (opening one), slabs (reading it), appendix (its digests), token_writer and
-old_tokens.
+The files of the token file are tokens (opening one), slabs (reading it), appendix (its digests) and token_writer.
 
 Nothing here needs torch or MPI. Every function runs on one rank alone and gives equal results on all.
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 from hpczero.data.batches import Batches, EvaluationBatch, HeldOut, Sampler
 from hpczero.data.corpus import Corpus
-from hpczero.data.prepare import default_token_file, prepare, seal
+from hpczero.data.prepare import default_token_file, prepare
 from hpczero.data.tokenize import (
     BPETokenizer,
     ByteTokenizer,
@@ -34,6 +33,5 @@ __all__ = [
     "default_token_file",
     "prepare",
     "same_tokenizer",
-    "seal",
     "tokenizer_name",
 ]

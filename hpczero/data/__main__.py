@@ -1,4 +1,4 @@
-"""``python -m hpczero.data prepare | show | verify | seal``: make a token file, look at one, check one.
+"""``python -m hpczero.data prepare | show | verify``: make a token file, look at one, check one.
 
 Owns: the command line and what it prints. Must not know: formats, splits (``prepare`` and ``tokens`` do).
 """
@@ -15,12 +15,12 @@ from typing import Annotated, cast
 import tyro
 
 from hpczero.data.corpus import Corpus
-from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, check_target, prepare, seal
+from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, check_target, prepare
 from hpczero.data.rows import corpus_of
 from hpczero.data.team import Alone, Team
 from hpczero.data.team_ranks import Ranks
 from hpczero.data.tokenize import LibraryTokenizer
-from hpczero.data.tokens import VERSION, TokenFile
+from hpczero.data.tokens import TokenFile
 from hpczero.errors import ConfigError, run
 from hpczero.job.long_work import watched
 from hpczero.options.environment import Environment
@@ -143,23 +143,7 @@ class Verify:
             for split in (tokens.train, tokens.validation):
                 split.check()
             numel = len(tokens.train) + len(tokens.validation)
-            verdict = "sound" if tokens.version == VERSION else "its ids are of its vocabulary"
-        sys.stdout.write(f"{self.file}: {verdict}, {numel:,} tokens read\n")
-
-
-@dataclass(frozen=True)
-class Seal:
-    """Give a token file of an earlier version its digests. Its tokens are believed as they are."""
-
-    file: tyro.conf.Positional[Path]
-    """The token file; replaced, once the new one is whole."""
-    out: Path | None = None
-    """Where to write the new one instead; only a token file that is there already is replaced."""
-
-    def __call__(self) -> None:
-        """Write it, and say what it holds."""
-        seal(self.file, self.out)
-        describe(self.out or self.file)
+        sys.stdout.write(f"{self.file}: sound, {numel:,} tokens read\n")
 
 
 def describe(path: Path) -> None:
@@ -193,10 +177,9 @@ def main() -> None:
         Annotated[Prepare, tyro.conf.subcommand("prepare")]
         | Annotated[Show, tyro.conf.subcommand("show")]
         | Annotated[Verify, tyro.conf.subcommand("verify")]
-        | Annotated[Seal, tyro.conf.subcommand("seal")]
     )
     command = parse_command_line(
-        cast("type[Prepare | Show | Verify | Seal]", commands),
+        cast("type[Prepare | Show | Verify]", commands),
         sys.argv[1:],
         prog="python -m hpczero.data",
         description="Make, inspect and check token files.",

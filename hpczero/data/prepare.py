@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -36,7 +35,7 @@ from hpczero.data.tokenize import (
     Tokenizer,
     from_json,
 )
-from hpczero.data.tokens import SIGNATURE, VERSION, TokenFile
+from hpczero.data.tokens import SIGNATURE, VERSION
 from hpczero.errors import ConfigError, DataError
 from hpczero.files.regular import kind_of, open_regular, reason
 from hpczero.job.long_work import Progress, in_order
@@ -259,7 +258,6 @@ def _is_token_file(path: Path) -> bool:
 VALIDATION_FRACTION = 0.05
 BPE_VOCAB = 8192
 BPE_TEXT_MIB = 256  # learned from: one rank reads it, and more changes a vocabulary of some ten thousand ids little
-SEAL_NUMEL = 2**22  # read at a time
 BATCH_NBYTES = 2**19  # tokenized at once
 ENCODERS = 2  # one makes arrays of what the library has found for it, while the library works for the other
 
@@ -450,33 +448,6 @@ def _waited_for(items: Iterator[T], progress: Progress) -> Iterator[T]:
             except StopIteration:
                 return
         yield item
-
-
-def seal(path: Path, out: Path | None = None) -> None:
-    """Write the token file ``path``, of a version without digests, again with digests. Nothing else changes.
-
-    Args:
-        path: Taken as it is: it cannot be known whether its tokens are those that were written.
-        out: Replaced if it is a token file, refused if it is something else. None replaces ``path`` itself, once the
-            new file is whole.
-
-    Raises:
-        ConfigError: The file has digests.
-        DataError: It cannot be read or holds ids that are not of its vocabulary, or ``out`` cannot be written.
-    """
-    with TokenFile.open(path) as old:
-        if old.version == VERSION:
-            raise ConfigError(
-                f"{path}: has digests already; `python -m hpczero.data verify` checks them"
-            )
-        check = partial(check_target, out) if out is not None else lambda: None
-        with create(out or path, old.tokenizer, old.source_sha256, check) as writer:
-            for number, split in enumerate((old.train, old.validation)):
-                for start in range(0, len(split), SEAL_NUMEL):
-                    ids = writer.checked(split[start : start + SEAL_NUMEL], number)
-                    writer.append(number, ids)
-                    writer.exchange()
-                writer.append(number, ids[:0], split.documents, split.text_nbytes)
 
 
 def default_token_file(cache_dir: Path, progress: Progress | None = None) -> Path:

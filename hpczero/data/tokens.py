@@ -1,6 +1,6 @@
 """The token file: token ids of two splits, with all that is needed to read them back as text.
 
-Owns: opening one of any version, and refusing what is none. Must not know: where text comes from, batches, MPI, how one
+Owns: opening one, and refusing what is none. Must not know: where text comes from, batches, MPI, how one
 is written. A file is HDF5 for any reader, and has an appendix for this one (``appendix.py``):
 
     /                  format, version, tokenizer (JSON), source_sha256
@@ -8,17 +8,15 @@ is written. A file is HDF5 for any reader, and has an appendix for this one (``a
     /validation/tokens the same
 
 Every rank opens the file and reads bytes at offsets, never collectively. Nothing outside of the file is read, and HDF5
-is not used. The bytes of a token file never change once it has its name. Preparing or sealing it again puts a new file
-there, and a reader that has the old one open goes on reading that. No lock is therefore needed.
+is not used. The bytes of a token file never change once it has its name. Preparing it again puts a new file there, and
+a reader that has the old one open goes on reading that. No lock is therefore needed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -26,21 +24,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from hpczero.data import appendix
-from hpczero.data import old_tokens as oldtokens
 from hpczero.data.batches import Batches, HeldOut
 from hpczero.data.slabs import Slabs, TokenArray
 from hpczero.data.tokenize import Tokenizer, from_json
-from hpczero.errors import DataError, launcher_rank
+from hpczero.errors import DataError
 from hpczero.files.regular import open_regular, reason
 
 VERSION = appendix.VERSION
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_NEW_SUPERBLOCK = 3  # which version 1 never had: what has it has an appendix, or had one
 
 _REMEDY = "prepare it with `python -m hpczero.data prepare`"
-
-logger = logging.getLogger("hpczero.data")
 
 
 class TokenSource(Protocol):
@@ -119,7 +113,6 @@ class TokenFile:
 
     Attributes:
         path: as given.
-        version: format of the file. Version 1 has no digests, so damage to its tokens cannot be seen.
         tokenizer: text to tokens and back.
         source_sha256: SHA-256 of the text it was made of.
         train, validation: the splits.
@@ -128,14 +121,12 @@ class TokenFile:
     def __init__(
         self,
         path: Path,
-        version: int,
         tokenizer: Tokenizer,
         source_sha256: str,
         splits: tuple[Split, Split],
         close: Callable[[], None],
     ) -> None:
         self.path = path
-        self.version = version
         self.tokenizer = tokenizer
         self.source_sha256 = source_sha256
         self.train, self.validation = splits
@@ -148,49 +139,33 @@ class TokenFile:
         Raises:
             DataError: It is missing, unreadable, not a token file, of another version, or damaged.
         """
-        found = cls.open_current(path)
-        if found is None:
-            with _refusing(path):
-                found = cls._open_old(path)
-            if launcher_rank() == 0:
-                logger.warning(
-                    "%s: a token file of version %d, without digests: damage to it cannot be seen; `python -m "
-                    "hpczero.data seal %s` adds them",
-                    path,
-                    found.version,
-                    path,
-                )
-        return found
-
-    @classmethod
-    def open_current(cls, path: Path) -> TokenFile | None:
-        """Open a file as ``open`` does; None if it seems to be of version 1, which would need the library of HDF5.
-
-        Raises:
-            DataError: As ``open``.
-        """
         try:
             descriptor = open_regular(path)
         except FileNotFoundError as error:
             raise DataError(f"{path}: no such token file; {_REMEDY}") from error
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: {reason(error)}; {_REMEDY}") from error
-        found = None
         try:
-            with _refusing(path):
-                found = cls._open_new(path, descriptor)
-                if found is None:
-                    _check_head(descriptor)
-        finally:
-            if found is None:
-                os.close(descriptor)
-        return found
+            return cls._of(path, descriptor)
+        except (OSError, ValueError) as error:
+            os.close(descriptor)
+            raise DataError(
+                f"{path}: not a usable token file: {reason(error)}; {_REMEDY}"
+            ) from error
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     @classmethod
-    def _open_new(cls, path: Path, descriptor: int) -> TokenFile | None:
+    def _of(cls, path: Path, descriptor: int) -> TokenFile:
         found = appendix.read(descriptor)
         if found is None:
-            return None
+            is_hdf5 = os.pread(descriptor, len(SIGNATURE), 0) == SIGNATURE
+            raise ValueError(
+                "its end is not there: of version 1, cut short, or changed by another program"
+                if is_hdf5
+                else "it is not HDF5"
+            )
         description, tables = found
         tokenizer = from_json(description.tokenizer)
         train, validation = (
@@ -201,29 +176,8 @@ class TokenFile:
             )
             for name, part in description.parts().items()
         )
-        return cls(
-            path,
-            VERSION,
-            tokenizer,
-            description.source_sha256,
-            (train, validation),
-            lambda: os.close(descriptor),
-        )
-
-    @classmethod
-    def _open_old(cls, path: Path) -> TokenFile:
-        with oldtokens.opened(path) as file:
-            tokenizer = from_json(str(file.attrs["tokenizer"]))
-            train, validation = (
-                Split(
-                    oldtokens.OldSplit(path, file[name]["tokens"], tokenizer.vocab_size),
-                    int(file[name].attrs["documents"]),
-                    int(file[name].attrs["text_nbytes"]),
-                )
-                for name in appendix.SPLITS
-            )
-            sha256 = str(file.attrs["source_sha256"])
-        return cls(path, oldtokens.VERSION, tokenizer, sha256, (train, validation), file.close)
+        splits = (train, validation)
+        return cls(path, tokenizer, description.source_sha256, splits, lambda: os.close(descriptor))
 
     @property
     def vocab_size(self) -> int:
@@ -232,13 +186,10 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for files that mean the same, wherever they lie.
-
-        Files of version 1 may differ in tokens all the same.
-        """
+        """Equal for files that mean the same, wherever they lie."""
         tokenizer = hashlib.sha256(self.tokenizer.to_json().encode()).hexdigest()
         splits = f"{self.train.fingerprint} {self.validation.fingerprint}"
-        return f"{self.version} {self.source_sha256} {tokenizer} {splits}"
+        return f"{VERSION} {self.source_sha256} {tokenizer} {splits}"
 
     def describe_shares(self) -> str:
         """What the run header says of further files: nothing."""
@@ -266,21 +217,3 @@ class TokenFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _check_head(descriptor: int) -> None:
-    """Raise ValueError if the file does not even begin as one of version 1."""
-    head = os.pread(descriptor, len(SIGNATURE) + 1, 0)
-    if head[:-1] != SIGNATURE:
-        raise ValueError("it is not HDF5")
-    if head[-1] == _NEW_SUPERBLOCK:
-        raise ValueError("its end is not there: cut short, or changed by another program")
-
-
-@contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """Context around reading a token file: what is wrong with it becomes a DataError."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a usable token file: {reason(error)}; {_REMEDY}") from error

@@ -21,8 +21,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
 
 
-
-
 def lasting(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
     """(numel,), content undefined, that outlives the call it is made in.
 

@@ -308,4 +308,3 @@ def test_a_save_that_one_rank_has_left_ends_the_job() -> None:
     assert "caught" not in job.stdout, job
     assert job.returncode == 1, job
     assert "TimeoutError cut off a save of a checkpoint" in job.stderr, job
-

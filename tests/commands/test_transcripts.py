@@ -20,7 +20,6 @@ import tyro
 
 from hpczero.options.reading import parse_command_line
 from tests import test_examples as examples
-from tests.data.test_old_tokens import old_file
 from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import ROOT
 from tests.helpers.short_probe import write_launcher
@@ -175,9 +174,6 @@ TABLE = {
     "python -m hpczero.plan --machine": Verdict(
         after="dgx-h100 --model gpt2 --ranks 8", shows="predicted step"
     ),
-    "python -m hpczero.data seal tokens.h5": Verdict(
-        instead=("tokens.h5", "old.h5"), needs="token file of version 1"
-    ),
     # SLURM
     "NODES=2 slurm/train_60b.sh": Verdict(code=78, shows="from 60 ranks on it fits"),
     "NODES=4 slurm/preflight.sh --directory runs": DRY,
@@ -288,7 +284,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     made = Tree(tmp_path_factory.mktemp("tree"))
     (made.folder / "first.py").write_text(blocks(README, "python")[0])
     (made.folder / "run.toml").write_text(blocks(RUNNING, "toml")[0])
-    old_file(made.folder / "old.h5")
     write_launcher(made.folder / "short-probe")
     given = f"""
         python -m hpczero.data prepare README.md docs --out tokens.h5 &&

@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import h5py
-import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -158,19 +156,6 @@ def token_file(folder: Path) -> Path:
     text.write_text("".join(f"line {n} of the book\n" for n in range(9000)))
     prepare(Corpus.of_paths([text]), folder / "tokens.h5")
     text.unlink()
-    return folder / "tokens.h5"
-
-
-def old_token_file(folder: Path) -> Path:
-    draw = np.random.default_rng(5)
-    with h5py.File(folder / "tokens.h5", "w") as file:
-        file.attrs.update({"format": "hpczero tokens", "version": 1, "source_sha256": "ab"})
-        file.attrs["tokenizer"] = ByteTokenizer().to_json()
-        for split in ("train", "validation"):
-            group = file.create_group(split)
-            group.attrs.update({"documents": 3, "text_nbytes": 70_000})
-            row = draw.integers(0, 257, 70_000, dtype=np.uint16)
-            group.create_dataset("tokens", data=row, chunks=(2**15,), maxshape=(None,))
     return folder / "tokens.h5"
 
 
@@ -351,7 +336,6 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "lock": Subject(locked, take_lock, is_text=True, may_be_gone=True),
     "token file": Subject(token_file, tokens),
-    "token file, version 1": Subject(old_token_file, tokens, has_digest=False),
     "metrics": Subject(metrics_file, metrics, is_text=True),
     "attempts": Subject(attempts_file, attempt, is_text=True),
     "config": Subject(config_file, begin_again, is_text=True),

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from hpczero.data import Corpus, TokenFile, prepare, seal
+from hpczero.data import Corpus, TokenFile, prepare
 from hpczero.errors import DataError
 from hpczero.job.long_work import Progress
-from tests.data.test_old_tokens import old_file
 from tests.helpers.mpirun import run_command
 
 TEXT = "a line of some text\n" * 200
@@ -71,17 +69,14 @@ def kept(path: Path) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize(("kind", "said"), KINDS, ids=[kind.__name__ for kind, _ in KINDS])
-@pytest.mark.parametrize("sealing", [False, True])
 def test_what_is_no_token_file_is_refused_by_name_and_stays(
-    text: Path, tmp_path: Path, kind: Callable[[Path], None], said: str, sealing: bool
+    text: Path, tmp_path: Path, kind: Callable[[Path], None], said: str
 ) -> None:
     out = tmp_path / "out"
     kind(out)
-    old = old_file(tmp_path / "old.h5")
     before, there = kept(out), sorted(tmp_path.iterdir())
-    write = partial(seal, old) if sealing else partial(prepare, Corpus.of_paths([text]))
     with pytest.raises(DataError, match=rf"{out}: {said}.*give (one|another name)"):
-        write(out)
+        prepare(Corpus.of_paths([text]), out)
     assert kept(out) == before
     assert sorted(tmp_path.iterdir()) == there
 
@@ -110,18 +105,15 @@ def test_token_file_never_takes_the_place_of_what_it_is_made_of(
     assert out is made or out.is_symlink()
 
 
-def test_token_file_of_any_version_and_a_damaged_one_are_replaced(
-    tmp_path: Path, text: Path
-) -> None:
-    new, old, cut, dirty = (tmp_path / name for name in ("new", "old", "cut", "dirty"))
+def test_a_token_file_and_a_damaged_one_are_replaced(tmp_path: Path, text: Path) -> None:
+    new, cut, dirty = (tmp_path / name for name in ("new", "cut", "dirty"))
     for path in (new, cut, dirty):
         prepare(Corpus.of_paths([text]), path)
-    old_file(old)
     os.truncate(cut, cut.stat().st_size - 100)
     data = bytearray(dirty.read_bytes())
     data[-200] ^= 1
     dirty.write_bytes(data)
-    for path in (new, old, cut, dirty):
+    for path in (new, cut, dirty):
         prepare(Corpus.of_paths([text]), path)
         with TokenFile.open(path) as file:
             file.train.check()

@@ -78,7 +78,6 @@ def test_any_value_of_any_option_is_taken_or_refused_by_name(
         (data_command, "prepare hpczero --out no/no.h5 --validation-fraction {}"),
         (data_command, "show {}"),
         (data_command, "verify {}"),
-        (data_command, "seal {}"),
         (checkpoint_command, "ls {}"),
         (checkpoint_command, "verify {}"),
         (checkpoint_command, "export {} out"),

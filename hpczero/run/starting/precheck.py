@@ -229,7 +229,7 @@ def data_ranks(options: LayoutOptions, size: int) -> int:
 
 
 def _check_data(config: RunConfig, model: GPTConfig, batch: Batch) -> None:
-    """Check what one look tells. Text is not read, nor a token file of version 1, for which HDF5 would be imported."""
+    """Check what one look tells. Text is not read."""
     path = config.data.path
     if path is None:
         return
@@ -240,7 +240,5 @@ def _check_data(config: RunConfig, model: GPTConfig, batch: Batch) -> None:
     if not names_token_file(config.data):
         Corpus.check_paths([Path(path)])
         return
-    tokens = TokenFile.open_current(Path(path))
-    if tokens is not None:
-        with tokens:
-            Batches(tokens.train, model.context, batch.global_batch, config.run.seed)
+    with TokenFile.open(Path(path)) as tokens:
+        Batches(tokens.train, model.context, batch.global_batch, config.run.seed)
