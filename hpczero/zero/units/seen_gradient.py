@@ -11,6 +11,7 @@ parameters of a zeroified model. Whatever else is asked raises.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from hpczero.errors import StepError
@@ -379,86 +381,99 @@ def _refusal(seen: SeenGradient, what: str) -> StepError:
 # infinities in them, would come out differently on every rank, without a word. Inside ``optimizer.step()`` they are
 # ordinary parameters with ordinary gradients.
 
-# Each element of the result depends on the same element of each piece, and on numbers. Names without the underscore of
-# those in place and without the prefix of those on lists.
-_ELEMENTWISE_NAMES = (
-    "add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power "
-    "neg negative positive abs absolute sign sgn signbit reciprocal square sqrt rsqrt "
-    "exp exp2 expm1 log log2 log10 log1p logaddexp logaddexp2 xlogy logit sigmoid special_expit "
-    "sin cos tan asin acos atan atan2 arcsin arccos arctan arctan2 sinh cosh tanh asinh acosh atanh arcsinh "
-    "arccosh arctanh sinc erf erfc erfinv lgamma digamma i0 hypot copysign heaviside ldexp nextafter "
-    "floor ceil round trunc fix frac maximum minimum fmax fmin clamp clamp_min clamp_max clip nan_to_num "
-    "isnan isfinite isinf isposinf isneginf isclose eq ne not_equal lt less le less_equal gt greater ge "
-    "greater_equal logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not "
-    "where lerp addcmul addcdiv masked_fill copy fill zero "
-    "normal uniform bernoulli exponential cauchy geometric log_normal random dropout "
-    "relu relu6 leaky_relu elu celu selu gelu silu mish softplus softsign softshrink hardshrink tanhshrink "
-    "hardtanh hardsigmoid hardswish logsigmoid threshold _threshold "
-    "to float double half bfloat16 int long short char byte bool type type_as cpu cuda "
-    "__neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
-)
-_OPERATORS = "add sub mul div truediv floordiv mod pow and or xor"
-_ELEMENTWISE_OF_PIECES = frozenset(
-    _ELEMENTWISE_NAMES.split()
-    + [f"__{side}{name}__" for name in _OPERATORS.split() for side in ("", "r", "i")]
-)
-# Nothing is computed: metadata, the same elements in another shape, new tensors of the same shape.
+# Nothing is computed: metadata, and what becomes of the object.
 _METADATA_NAMES = (
-    "size dim ndimension numel nelement stride storage_offset is_contiguous element_size get_device data_ptr "
-    "untyped_storage is_floating_point is_complex is_signed is_same_size is_set_to is_shared is_pinned "
-    "is_inference is_conj is_neg result_type _has_compatible_shallow_copy_type requires_grad_ retain_grad "
-    "__hash__ __len__ __dir__ __dlpack_device__ "
+    "__get__ size dim ndimension numel nelement stride storage_offset is_contiguous element_size get_device data_ptr "
+    "untyped_storage is_floating_point is_complex is_signed is_same_size is_set_to is_shared is_pinned is_inference "
+    "is_conj is_neg result_type _has_compatible_shallow_copy_type requires_grad_ retain_grad __hash__ __len__ __dir__ "
+    "__dlpack_device__ detach"
 )
-_METADATA = frozenset([*_METADATA_NAMES.split(), "__get__", "detach"])  # no element is looked at
-_HARMLESS_NAMES = (
-    _METADATA_NAMES + "__repr__ __format__ __reduce_ex__ __deepcopy__ "
-    "view view_as reshape reshape_as flatten unflatten ravel squeeze squeeze_ unsqueeze unsqueeze_ expand "
-    "expand_as broadcast_to broadcast_tensors t transpose permute contiguous "
-    "cat concat stack alias detach detach_ clone as_subclass resolve_conj resolve_neg "
-    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like "
-    "new_empty new_zeros new_ones new_full new_tensor"
+_METADATA = frozenset(_METADATA_NAMES.split())
+_HARMLESS = _METADATA | {"__repr__", "__format__", "__reduce_ex__", "__deepcopy__"}
+# Operators of aten that torch does not mark as pointwise, and that take or make each element by itself all the same.
+_EACH_ALONE_NAMES = (
+    "copy fill zero _to_copy hardswish log_sigmoid_forward floor_divide masked_fill scalar_tensor native_dropout "
+    "normal uniform bernoulli exponential cauchy geometric log_normal random lift_fresh new_empty new_zeros new_ones "
+    "new_full cat stack view _unsafe_view _reshape_alias squeeze unsqueeze expand permute transpose t alias detach"
 )
-_HARMLESS = frozenset(_HARMLESS_NAMES.split())
+_EACH_ALONE = frozenset(_EACH_ALONE_NAMES.split())
 
 
-def _refuse_rank_local(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
-    """Raise if the result could be this rank's own: if it may depend on more than one element.
+@functools.cache
+def _takes_each_alone(operator: torch._ops.OpOverload) -> bool:
+    """Whether each element of what ``operator`` of aten gives depends on the same element of each tensor alone."""
+    name, form = operator.overloadpacket.__name__, operator._overloadname
+    base = name.removeprefix("_foreach_").removesuffix("_")
+    if base in _EACH_ALONE or base.endswith("_like"):
+        return True
+    # Forms in place and on lists have no mark of their own; those on lists have other names than those on tensors.
+    forms = getattr(torch.ops.aten, base, None)
+    if forms is None:
+        return False
+    form = forms.overloads()[0] if name.startswith("_foreach_") else form
+    return form in forms.overloads() and torch.Tag.pointwise in getattr(forms, form).tags
 
-    Raises:
-        StepError: says what to call instead.
-    """
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        attribute = getattr(func, "__self__", None)
-        if isinstance(attribute, GetSetDescriptorType):  # shape, data, grad: torch's own fields
-            return
-        name = getattr(attribute, "__name__", "__cuda_array_interface__")
-    elif name in ("__getitem__", "__setitem__"):
-        if _takes_all(args[0], args[1], may_mask=name == "__setitem__"):
-            return
-    elif name in ("register_hook", "register_post_accumulate_grad_hook"):
-        raise StepError(
-            f"{name!r} of a parameter in optimizer.param_groups: no backward comes to this rank's pieces, so it would "
-            "never be called. Register it on the model's own parameter"
-        )
-    elif name in _HARMLESS:
-        return
-    else:
-        in_place = name.endswith("_") and not name.endswith("__")
-        operation = name.removeprefix("_foreach_").removesuffix("_" if in_place else "")
-        given = (*args, *kwargs.values())
-        positions = operation == "where" and len(given) == 1  # then it is nonzero
-        if operation in _ELEMENTWISE_OF_PIECES and not positions and _fit(name, given):
-            return
-    raise StepError(
+
+class _EachAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises at the first operator that takes elements together."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name = name
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if not _takes_each_alone(func):
+            raise _rank_local(self._name)
+        return func(*args, **(kwargs or {}))
+
+
+def _rank_local(name: str) -> StepError:
+    return StepError(
         f"{name!r} of a parameter or a gradient in optimizer.param_groups: after zeroify these are this rank's "
         "pieces of the gradients and the parameters, so every rank would get another result; what is known "
         "to take each element by itself works. Use hpczero.clip_grad_norm_(model, ...), or torch's own over "
         "model.parameters(); values are whole inside `with hpczero.gathered(model):`; instead of "
         "torch.amp.GradScaler, zeroify(precision='fp16')"
     )
+
+
+def _called(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``func`` of ordinary tensors, unless the result could be this rank's own: of more than one element.
+
+    Raises:
+        StepError: says what to call instead.
+    """
+    name = getattr(func, "__name__", str(func))
+    is_plain = name in _HARMLESS
+    if name in ("__get__", "__set__"):
+        attribute = getattr(func, "__self__", None)
+        is_plain = isinstance(
+            attribute, GetSetDescriptorType
+        )  # shape, data, grad: torch's own fields
+        name = name if is_plain else getattr(attribute, "__name__", "__cuda_array_interface__")
+    elif name in ("__getitem__", "__setitem__"):
+        is_plain = _takes_all(args[0], args[1], may_mask=name == "__setitem__")
+        if not is_plain:
+            raise _rank_local(name)
+    elif name in ("register_hook", "register_post_accumulate_grad_hook"):
+        raise StepError(
+            f"{name!r} of a parameter in optimizer.param_groups: no backward comes to this rank's pieces, so it would "
+            "never be called. Register it on the model's own parameter"
+        )
+    elif not is_plain and not _fit(name, (*args, *kwargs.values())):
+        raise _rank_local(name)
+    with torch._C.DisableTorchFunctionSubclass():
+        if is_plain:
+            return func(*args, **kwargs)
+        with _EachAlone(name):
+            result = func(*args, **kwargs)
+    for each in result if isinstance(result, (list, tuple)) else [result]:
+        if not (each is None or isinstance(each, Tensor)):  # values, as of ``tolist`` and ``numpy``
+            raise _rank_local(name)
+    return result
 
 
 def _takes_all(piece: Tensor, index: Any, *, may_mask: bool) -> bool:
@@ -499,18 +514,18 @@ def _guarded(result: Any) -> Any:
 def _on_pieces(
     func: Callable[..., Any], types: tuple[type, ...], args: Any, kwargs: dict[str, Any] | None
 ) -> Any:
-    """As for ordinary tensors; what comes of a piece is a piece. Raises as ``_refuse_rank_local``."""
+    """As for ordinary tensors; what comes of a piece is a piece. Raises as ``_called``."""
     if any(issubclass(kind, (ShardedParameter, LateParameter)) for kind in types):
         return NotImplemented  # the parameter is asked then, whose values may not be there
     kwargs = kwargs or {}
-    _refuse_rank_local(func, args, kwargs)
     if getattr(func, "__name__", "") not in _METADATA:
         for value in (*args, *kwargs.values()):
             for each in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(each, (ShardPiece, _ShardParameter)):
                     check_at_hand(each)
+    result = _called(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        return _guarded(func(*args, **kwargs))
+        return _guarded(result)
 
 
 def _assign_data(piece: Tensor, value: Tensor) -> None:
