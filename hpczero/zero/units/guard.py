@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import cache
 from itertools import repeat
 from operator import is_not
-from types import FrameType
 from typing import Any, NoReturn, Protocol
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
@@ -111,8 +111,6 @@ class ShardedParameter(nn.Parameter):
                 "gone; hpczero.release(model, whole=True) keeps it. Values that were saved come back by "
                 "model.load_state_dict(state, assign=True)"
             )
-        if (refused := refused_step()) is not None:
-            raise refused
         raise StepError(
             f"parameter {name!r} is sharded and its memory given back (stage 3), but {what!r} needs its "
             "value. Outside of the model (state_dict, printing): hpczero.full_state_dict(model), or use it inside "
@@ -138,18 +136,28 @@ class ShardedParameter(nn.Parameter):
             return f"ShardedParameter({self.qualified_name!r}, shape={tuple(self.shape)}, {self.dtype})"
 
 
-def refused_step() -> StepError | None:
-    """What to say if an optimizer is stepping that zeroify was not given; it is looked for in the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        holder = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(holder, torch.optim.Optimizer):
-            return StepError(
-                f"the {type(holder).__name__} that steps is not the one that zeroify was given; make the optimizer "
-                "before zeroify, pass it there, and step with that one"
-            )
-        frame = frame.f_back
-    return None
+def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before an optimizer of torch steps: refuse one that has guarded parameters with gradients.
+
+    Raises:
+        StepError: zeroify was not given that optimizer.
+    """
+    del args, kwargs
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (
+                getattr(type(parameter), "grad", None) is seen_gradient
+                and parameter.grad is not None
+            ):
+                raise StepError(
+                    f"the {type(optimizer).__name__} that steps is not the one that zeroify was given; make the "
+                    "optimizer before zeroify, pass it there, and step with that one"
+                )
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(refuse_step)
 
 
 class GradientSight(Protocol):
@@ -229,6 +237,7 @@ class Guard:
         self._parameter = parameter
         self._name = qualified_name
         self.sight: GradientSight | None = None
+        _watch_optimizers()
         self._own_class = self._open_class = type(parameter)
         self._closed_class = type(
             "ShardedParameter", (ShardedParameter,), {"qualified_name": qualified_name}
@@ -334,10 +343,12 @@ def _sight_of(parameter: torch.Tensor) -> GradientSight | None:
 
 def _look(parameter: torch.Tensor) -> torch.Tensor | None:
     own = own_gradient(parameter)
-    if own is not None or sys._getframe(1).f_code.co_name == "safe_grad":
-        return own  # torch.compile describes a parameter that it found, and its gradient with it
+    if own is not None:
+        return own
     sight = _sight_of(parameter)
-    return None if sight is None else sight.look(parameter)
+    seen = None if sight is None else sight.look(parameter)
+    # torch.compile describes a parameter that it found, and its gradient with it.
+    return None if seen is None or TracingContext.try_get() is not None else seen
 
 
 def _assign(parameter: torch.Tensor, value: torch.Tensor | None) -> None:

@@ -30,7 +30,6 @@ from hpczero.zero.units.guard import (
     LateParameter,
     ShardedParameter,
     own_gradient,
-    refused_step,
     set_own_gradient,
     watched_data,
 )
@@ -364,8 +363,6 @@ def _check_kept(seen: SeenGradient) -> None:
 
 
 def _refusal(seen: SeenGradient, what: str) -> StepError:
-    if (refused := refused_step()) is not None:
-        return refused
     return StepError(
         f"parameter.grad of {seen._slot.name!r} lies in shards over the ranks, and {what!r} needs its elements. To "
         "look at it: hpczero.full_gradients(model). To change this rank's own gradient before it is reduced: "
