@@ -37,7 +37,7 @@ from hpczero.zero.update.coded import CodedUpdate
 from hpczero.zero.update.optimizer_state import OptimizerState
 from hpczero.zero.update.optimizers import OptimizerSet
 from hpczero.zero.update.stepper import point_at_shards
-from hpczero.zero.update.update import ModelSide, Step
+from hpczero.zero.update.update import Step
 
 if TYPE_CHECKING:
     from hpczero.zero.averages import Average
@@ -125,21 +125,11 @@ class Sharding:
         self.shared_buffers = SharedBuffers(model, topology, collectives)
         self.lineage: dict[Path, int] = {}
         self.averages: dict[str, Average] = {}
-        side = ModelSide(
-            in_backward=lambda: self.schedule is not None and self.schedule.backward.runs,
-            in_call=lambda: self.schedule is not None and self.schedule.in_call,
-            check_attachment=self._check_attachment,
-            before_update=self._before_update,
-            after_update=self.shared_buffers.share,
-            replaced=lambda: self.shared_buffers.replaced(self.attachment.modules),
-            changes=lambda: self.unfreezing.texts,
-            settle=self.unfreezing.settle_at_step,
-        )
         self.step = Step(
             self.units,
             collectives,
             topology,
-            side,
+            self,
             precision=plan.precision,
             scaler=self.scaler,
             advice=self.advice,
@@ -304,17 +294,46 @@ class Sharding:
             unit.optimized.check_seen()
             unit.whole.check_values()
 
-    def _check_attachment(self) -> None:
-        """Before a step."""
+    # --- what a step asks of the model, and tells it: see ``ModelSide``
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs, or was interrupted."""
+        return self.schedule is not None and self.schedule.backward.runs
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a forward runs."""
+        return self.schedule is not None and self.schedule.in_call
+
+    def check_attachment(self) -> None:
+        """Raise StepError if model or optimizer hold parameters that no unit knows."""
         self.attachment.check()
         self.unfreezing.check()
         for average in self.averages.values():
             average.check_out("optimizer.step()")
 
-    def _before_update(self, units: Collection[Unit]) -> list[Unit]:
+    def before_update(self, units: Collection[Unit]) -> list[Unit]:
+        """Values of ``units`` change now; returns the units that were kept whole for a later backward."""
         if self.schedule is None or self.schedule.backward.runs:
             return []
         return self.schedule.residence.end_step(units)
+
+    def after_update(self) -> None:
+        """The parameters are up to date."""
+        self.shared_buffers.share()
+
+    def replaced(self) -> list[str]:
+        """What of the model is not as it was at first."""
+        return self.shared_buffers.replaced(self.attachment.modules)
+
+    def changes(self) -> list[str]:
+        """What trains otherwise than at first."""
+        return self.unfreezing.texts
+
+    def settle(self) -> bool:
+        """Bring the plan to ``changes``; whether the plan was not there. Collective."""
+        return self.unfreezing.settle_at_step()
 
     def _gradient_factor(self) -> float:
         """Mean over ranks and micro-batches, loss scale taken out: one number, multiplied once, after the sum."""

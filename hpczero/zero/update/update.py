@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -178,29 +178,34 @@ class Skips:
             )
 
 
-@dataclass(frozen=True)
-class ModelSide:
-    """What a step asks of the model that it belongs to, and tells it.
+class ModelSide(Protocol):
+    """What a step asks of the model that it belongs to, and tells it; ``Sharding`` is one."""
 
-    Attributes:
-        in_backward: whether a backward runs, or was interrupted.
-        in_call: whether a forward runs.
-        check_attachment: raises StepError if model or optimizer hold parameters that no unit knows.
-        before_update: called before values of units change; returns those that were kept whole for a later backward.
-        after_update: called once the parameters are up to date.
-        replaced: what of the model is not as it was at first; compared over ranks.
-        changes: what trains otherwise than at first; compared over ranks.
-        settle: brings the plan to that; whether it was not there. Collective.
-    """
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs, or was interrupted."""
 
-    in_backward: Callable[[], bool]
-    in_call: Callable[[], bool]
-    check_attachment: Callable[[], None]
-    before_update: Callable[[Collection[Unit]], list[Unit]]
-    after_update: Callable[[], None]
-    replaced: Callable[[], list[str]]
-    changes: Callable[[], list[str]]
-    settle: Callable[[], bool]
+    @property
+    def in_call(self) -> bool:
+        """Whether a forward runs."""
+
+    def check_attachment(self) -> None:
+        """Raise StepError if model or optimizer hold parameters that no unit knows."""
+
+    def before_update(self, units: Collection[Unit]) -> list[Unit]:
+        """Values of ``units`` change now; returns the units that were kept whole for a later backward."""
+
+    def after_update(self) -> None:
+        """The parameters are up to date."""
+
+    def replaced(self) -> list[str]:
+        """What of the model is not as it was at first; compared over ranks."""
+
+    def changes(self) -> list[str]:
+        """What trains otherwise than at first; compared over ranks."""
+
+    def settle(self) -> bool:
+        """Bring the plan to ``changes``; whether the plan was not there. Collective."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +359,7 @@ class Step:
         return norm
 
     def _check_reduced(self) -> None:
-        if self._model.in_backward() or self.history.incomplete:
+        if self._model.in_backward or self.history.incomplete:
             raise StepError(
                 f"rank {self._comm.rank}: the last backward did not finish (an exception?), so some "
                 "gradients are missing; call optimizer.zero_grad() and run backward again before the step"
@@ -423,7 +428,7 @@ class Step:
             if not stepper.pending:
                 continue
             with self._topology.agreed("finish the update"):
-                if self._model.in_call() or self._model.in_backward():
+                if self._model.in_call or self._model.in_backward:
                     raise StepError(
                         "a delayed update (offload) would change parameters while a forward or a backward runs, or "
                         "after a backward that was cut off, expected none; call hpczero.finish_update(model) before "
