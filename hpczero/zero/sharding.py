@@ -241,22 +241,10 @@ class Sharding:
 
     def _show_gradients(self, unit: Unit) -> None:
         """Let ``parameter.grad`` stand for what lies in shards; see SeenGradient."""
-        schedule = self.schedule
-        assert schedule is not None, "hooks are attached"
         if not unit.spec.trainable:
             return
         for position, guard in enumerate(unit.whole.watch.guards):
-            slot = SlotGradient(
-                unit,
-                position,
-                norm=self.step.norms.of_slot,
-                changed=self.step.history.change,
-                in_backward=lambda: schedule.backward.runs,
-                reset=self._forget_interrupted,
-                dropped=self.step.history.drop,
-                differentiable=lambda: schedule.backward.differentiable,
-            )
-            guard.show_gradient(Sight(slot))
+            guard.show_gradient(Sight(SlotGradient(unit, position, self)))
 
     def train(self, unit: Unit, spec: UnitSpec) -> None:
         """``unit``, a frozen one, trains from now on and is as ``spec`` says; ``follow_units`` follows."""
@@ -294,7 +282,7 @@ class Sharding:
             unit.optimized.check_seen()
             unit.whole.check_values()
 
-    # --- what a step asks of the model, and tells it: see ``ModelSide``
+    # --- what a step asks of the model, and tells it: see ``ModelSide``; and what gradients do: see ``GradientSide``
 
     @property
     def in_backward(self) -> bool:
@@ -305,6 +293,29 @@ class Sharding:
     def in_call(self) -> bool:
         """Whether a forward runs."""
         return self.schedule is not None and self.schedule.in_call
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the last backward kept its own graph (``create_graph=True``)."""
+        return self.schedule is not None and self.schedule.backward.differentiable
+
+    def norm_of_slot(self, unit: Unit, position: int, order: float) -> float:
+        """As ``GradientNorms.of_slot``."""
+        return self.step.norms.of_slot(unit, position, order)
+
+    def note_change(self, name: str, what: str) -> None:
+        """``what`` was done to the gradient of the parameter ``name``; ranks compare that."""
+        self.step.history.change(name, what)
+
+    def note_drop(self) -> None:
+        """A gradient is gone."""
+        self.step.history.drop()
+
+    def forget_interrupted(self) -> None:
+        """Forget an interrupted backward, whose other gradients are incomplete."""
+        assert self.schedule is not None, "hooks are attached"
+        self.schedule.reset()
+        self.step.history.interruption()
 
     def check_attachment(self) -> None:
         """Raise StepError if model or optimizer hold parameters that no unit knows."""
@@ -358,11 +369,6 @@ class Sharding:
                 f"gradients of {self.micro_batches} micro-batches (accumulate)"
             )
         return 1.0 / (self.topology.data_sequence.size * self.micro_batches * self.scaler.scale)
-
-    def _forget_interrupted(self) -> None:
-        assert self.schedule is not None, "hooks are attached"
-        self.schedule.reset()
-        self.step.history.interruption()
 
     def answer_transformers(self) -> list[nn.Module]:
         """Have modules of transformers run on all ranks alike where whole parameters are gathered. Not collective.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import GetSetDescriptorType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,28 +57,48 @@ _SAME = frozenset(["detach", "alias"])
 _NORMS = frozenset(["linalg_vector_norm", "norm"])
 
 
+class GradientSide(Protocol):
+    """What gradients ask of the model that they belong to, and tell it; ``Sharding`` is one."""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs, or was interrupted."""
+        ...
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the last backward kept its own graph (``create_graph=True``)."""
+        ...
+
+    def norm_of_slot(self, unit: Unit, position: int, order: float) -> float:
+        """As ``GradientNorms.of_slot``."""
+        ...
+
+    def note_change(self, name: str, what: str) -> None:
+        """``what`` was done to the gradient of the parameter ``name``; ranks compare that."""
+        ...
+
+    def note_drop(self) -> None:
+        """A gradient is gone."""
+        ...
+
+    def forget_interrupted(self) -> None:
+        """Forget an interrupted backward, whose other gradients are incomplete."""
+        ...
+
+
 @dataclass(frozen=True)
 class SlotGradient:
     """The gradient of one parameter, wherever its pieces are.
 
     Attributes:
         unit, position: whose, and which of its slots.
-        norm: GradientNorms.of_slot.
-        changed: to be told what was done to gradients, so that ranks can be compared.
-        in_backward: whether a backward runs, or was interrupted.
-        reset: forgets an interrupted backward, whose other gradients are incomplete.
-        dropped: to be told when a gradient is gone.
-        differentiable: whether the last backward kept its own graph (``create_graph=True``).
+        model: what the gradient belongs to.
     """
 
     unit: Unit
     position: int
-    norm: Callable[[Unit, int, float], float]
-    changed: Callable[[str, str], None]
-    in_backward: Callable[[], bool]
-    reset: Callable[[], None]
-    dropped: Callable[[], None]
-    differentiable: Callable[[], bool]
+    model: GradientSide
 
     @property
     def name(self) -> str:
@@ -97,12 +117,12 @@ class SlotGradient:
 
     def drop(self) -> None:
         """As ``parameter.grad = None``."""
-        if self.in_backward():
-            self.reset()
+        if self.model.in_backward:
+            self.model.forget_interrupted()
         if self.unit.gradients.present:
-            self.changed(self.name, "gradients set to None one by one")
+            self.model.note_change(self.name, "gradients set to None one by one")
         self.unit.gradients.drop_slots([self.position])
-        self.dropped()
+        self.model.note_drop()
 
     def change(self, what: str, operation: Callable[..., Any], numbers: Sequence[float]) -> None:
         """Apply an elementwise operation in place; ``what`` names it.
@@ -110,12 +130,12 @@ class SlotGradient:
         Raises:
             StepError: the gradient is not reduced over ranks yet.
         """
-        if self.in_backward() or self.unit.gradients.waiting:
+        if self.model.in_backward or self.unit.gradients.waiting:
             raise StepError(
                 f"the gradient of {self.name!r} is not reduced over ranks yet (no_sync, or a backward that did not "
                 "finish); change it after the last backward of the step"
             )
-        self.changed(self.name, f"gradients changed by {what}{tuple(numbers)}")
+        self.model.note_change(self.name, f"gradients changed by {what}{tuple(numbers)}")
         if what == "mul_" and list(numbers) == [1.0]:
             return
         gradients = self.unit.gradients
@@ -330,14 +350,14 @@ def _norm(
         kwargs: of the same operation.
     """
     slot, options = seen._slot, kwargs or {}
-    if torch.is_grad_enabled() and slot.differentiable():
+    if torch.is_grad_enabled() and slot.model.differentiable:
         raise StepError(
             f"the norm of parameter.grad of {slot.name!r} after backward(create_graph=True) would be a constant: "
             "derivatives of gradients with respect to parameters are not available through p.grad; take a norm that is "
             "only looked at under torch.no_grad()"
         )
     keepdim = options.get("keepdim", args[2] if len(args) > 2 else False)
-    value = slot.norm(slot.unit, slot.position, order)
+    value = slot.model.norm_of_slot(slot.unit, slot.position, order)
     shape = (1,) * seen.dim() if keepdim else ()
     return torch.full(shape, value, dtype=options.get("dtype") or torch.float32, device=seen.device)
 
