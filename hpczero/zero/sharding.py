@@ -33,7 +33,6 @@ from hpczero.zero.units.away_shard import GRADIENT, NOTHING_AWAY, Away
 from hpczero.zero.units.gradients import ExactReducer, PartialReducer, Reducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.coded import CodedUpdate
 from hpczero.zero.update.optimizer_state import OptimizerState
 from hpczero.zero.update.optimizers import OptimizerSet
 from hpczero.zero.update.stepper import point_at_shards
@@ -177,8 +176,7 @@ class Sharding:
         of_shards = (state for each in self.optimizers for state in each.state.values())
         # Past what is said of values that rest on a tier: here their bytes in memory count.
         states = itertools.chain.from_iterable(dict.values(state) for state in of_shards)
-        coded = (step.parted for step in self.step.steppers)
-        return sum(each.nbytes for each in coded if isinstance(each, CodedUpdate)) + sum(
+        return sum(stepper.parted.nbytes for stepper in self.step.steppers) + sum(
             t.numel() * t.element_size() for t in states if isinstance(t, Tensor) and t.dim()
         )
 

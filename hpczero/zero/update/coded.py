@@ -20,11 +20,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from hpczero.plan.layout import DEFAULT_ALIGN
 from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.parts import TakenStep
+from hpczero.zero.update.parts import Update
 
 ATTRIBUTE = "hpczero_coded_states"
 
@@ -101,7 +102,7 @@ class CodedState:
         return self.of.read(start, self.stop if count is None else start + count)
 
 
-class CodedUpdate(TakenStep):
+class CodedUpdate(Update):
     """Of one optimizer; nothing here is collective."""
 
     def __init__(self, slots: Mapping[Unit, Sequence[int]], optimizer: Optimizer) -> None:
@@ -112,18 +113,19 @@ class CodedUpdate(TakenStep):
             optimizer: pointed at their shards.
         """
         super().__init__(optimizer)
-        self.follow(slots)
+        self._slots = {unit: set(own) for unit, own in slots.items()}
         self._codecs: dict[str, StateCodec] = getattr(type(optimizer), ATTRIBUTE)
         step: Any = type(optimizer).step
         self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
         self._coded: dict[tuple[Unit, str], Coded] = {}
 
-    def follow(self, slots: Mapping[Unit, Sequence[int]]) -> None:
-        """``slots`` are the optimizer's from now on."""
+    @override
+    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
         self._slots = {unit: set(own) for unit, own in slots.items()}
+        return self
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Of all codes."""
         return sum(coded.nbytes for coded in self._coded.values())
 

@@ -169,7 +169,7 @@ class DelayedUpdate(HostUpdate):
     _pending: Pending | None = None
 
     @property
-    def pending(self) -> bool:
+    def pending(self) -> bool:  # type: ignore[override]
         """Whether an update was started and not finished; equal on all ranks."""
         return self._pending is not None
 

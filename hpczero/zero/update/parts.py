@@ -11,7 +11,8 @@ parameters. A class that is not torch's own may look at anything in its groups, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import attrgetter, is_
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from hpczero.zero.units.guard import all_have_gradients, have_gradients
 from hpczero.zero.units.unit import Unit
@@ -299,13 +301,52 @@ class PieceRun:
             held[name] = values[i]
 
 
-class TakenStep:
-    """Of one optimizer; nothing here is collective."""
+class Update(ABC):
+    """How the step of one optimizer is taken over its shards; nothing is collective where a subclass does not say so.
+
+    Attributes:
+        together: what fails in the step on one rank must fail on all.
+        pending: whether an update is on its way that the model does not have yet; equal on all ranks.
+        nbytes: of state that lies elsewhere than in ``optimizer.state``.
+    """
+
+    together = False
+    pending = False
+    nbytes = 0
 
     def __init__(self, optimizer: Optimizer) -> None:
         """``optimizer`` has been pointed at shards."""
         self._optimizer = optimizer
         self._put_away: list[list[nn.Parameter]] | None = None
+
+    def check(self, *, last: bool) -> None:  # noqa: B027  (nothing by default)
+        """Refuse a step that cannot be taken. ``last``: no hook of the program comes between ``take`` and torch's call.
+
+        Raises:
+            StepError: the optimizer is not as it was at zeroify.
+        """
+
+    @abstractmethod
+    def take(self, *, last: bool) -> None:
+        """Take the step as far as it is not left to torch's own call, which follows."""
+
+    @abstractmethod
+    def adopt(self) -> None:
+        """State was loaded, or put into ``optimizer.state``."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """State is about to be replaced."""
+
+    @abstractmethod
+    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
+        """The update over ``slots``, the optimizer's from now on; ``groups``: numbers of its groups in the plan."""
+
+    def finish(self) -> None:  # noqa: B027  (nothing by default)
+        """Take what a delayed update has made, if one is on its way."""
+
+    def abandon(self) -> None:  # noqa: B027  (nothing by default)
+        """What a delayed update has made is of no use any more."""
 
     @property
     def taken(self) -> bool:
@@ -465,17 +506,22 @@ def written_in(method: Callable[..., Any], module: str) -> bool:
     return f"{name}.".startswith(f"{module}.")
 
 
-class PartedUpdate(TakenStep):
+class PartedUpdate(Update):
     """Of one optimizer; nothing here is collective."""
 
     def __init__(self, units: Sequence[Unit], optimizer: Optimizer) -> None:
         """``optimizer`` has been pointed at the shards of ``units``, the trainable ones."""
         super().__init__(optimizer)
         self._method = method_behind(optimizer)
-        self.follow(units)
+        self._follow(units)
 
-    def follow(self, units: Sequence[Unit]) -> None:
-        """``units`` are the trainable ones from now on, and groups may be more."""
+    @override
+    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
+        if slots:
+            self._follow(list(slots))
+        return self
+
+    def _follow(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
         self._capturable = [group.get("capturable") for group in self._optimizer.param_groups]
         # Ids of the pieces in each group, for which the spans were made.

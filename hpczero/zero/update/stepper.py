@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.collectives import Collectives
-from hpczero.errors import StepError
 from hpczero.zero.units.gradients import Flags
 from hpczero.zero.units.seen_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
@@ -25,8 +24,8 @@ from hpczero.zero.update.coded import ATTRIBUTE as CODED
 from hpczero.zero.update.coded import CodedUpdate
 from hpczero.zero.update.host_update import DelayedUpdate, HostUpdate
 from hpczero.zero.update.optimizers import OptimizerSet, needs_whole, repoint
-from hpczero.zero.update.parts import PartedUpdate
-from hpczero.zero.update.streamed import StreamedUpdate
+from hpczero.zero.update.parts import PartedUpdate, Update
+from hpczero.zero.update.streamed import StreamedUpdate, TwinUpdate
 from hpczero.zero.update.whole import WholeUpdate
 
 
@@ -69,76 +68,6 @@ class StepHooks:
         for handle in self._handles:
             handle.remove()
         self._optimizer.__dict__.pop("register_step_pre_hook", None)
-
-
-# TwinUpdate: one step over two kinds of units: some rest on a tier, the others stay where they are computed with.
-#
-# Source: DeepSpeed's Twin-Flow, 2023.
-
-
-class TwinUpdate:
-    """Of one optimizer; nothing here is collective. The parts are as of ``StreamedUpdate`` and ``PartedUpdate``."""
-
-    def __init__(self, here: PartedUpdate, away: StreamedUpdate) -> None:
-        """``here`` and ``away``: of the same optimizer, over different units."""
-        self._here, self._away = here, away
-
-    def follow(self, units: Sequence[Unit]) -> None:
-        """``units`` are the trainable ones that are here from now on."""
-        self._here.follow(units)
-
-    @property
-    def taken(self) -> bool:
-        """Whether torch's own call has nothing left to do; until ``restore``."""
-        return self._away.taken
-
-    def check(self, *, last: bool) -> None:
-        """As of what rests on the tier.
-
-        Raises:
-            StepError: the optimizer is not as it was at zeroify.
-        """
-        self._away.check(last=last)
-
-    def take(self, *, last: bool) -> None:
-        """Take both steps: reads from the tier have begun when the units that are here are stepped on.
-
-        Raises:
-            StepError: the optimizer's groups hold a piece twice, or it makes state that it did not make at zeroify.
-            TierError: as of what rests on the tier.
-        """
-        self._away.begin()
-        try:
-            self._here.take(last=last)
-            if not self._here.taken:
-                raise StepError(
-                    "optimizer.step() with a part of its state on a memory tier (offload): the step cannot be taken "
-                    "over long tensors, expected every piece once in optimizer.param_groups"
-                )
-        except BaseException:
-            self._away.give_up()
-            raise
-        finally:
-            self._here.restore()
-        self._away.take(last=last)
-
-    def restore(self) -> None:
-        """Put the pieces back into their groups; nothing if they are there."""
-        self._here.restore()
-        self._away.restore()
-
-    def adopt(self) -> None:
-        """State was loaded, or put into ``optimizer.state``."""
-        self._here.adopt()
-        self._away.adopt()
-
-    def forget(self) -> None:
-        """State is about to be replaced."""
-        self._here.forget()
-        self._away.forget()
-
-
-Update = PartedUpdate | StreamedUpdate | TwinUpdate | WholeUpdate | CodedUpdate
 
 
 class Stepper:
@@ -184,7 +113,6 @@ class Stepper:
         self.optimizer = optimizer
         self.index = index
         self.name = name
-        self._comm, self._sharded = comm, sharded
         self._place(units, groups)
         self._hooks = StepHooks(optimizer, before, after)
         away = [unit for unit in self.slots if unit.away is not None]
@@ -192,12 +120,12 @@ class Stepper:
         self.streams = bool(away)
         self.parted: Update
         if needs_whole(optimizer):
-            self.parted = self._whole_update(groups)
+            self.parted = WholeUpdate(self.slots, optimizer, groups, comm, replicated=not sharded)
         elif hasattr(type(optimizer), CODED):
             self.parted = CodedUpdate(self.slots, optimizer)
         else:
             self.parted = _update_of(optimizer, here, away)
-        self.together = self.streams or isinstance(self.parted, WholeUpdate)
+        self.together = self.streams or self.parted.together
         self.parted.adopt()  # Adagrad has state from the start
         self._open = False  # shards are, for the time of a step
         guard_shards(self.shards)
@@ -216,27 +144,11 @@ class Stepper:
             if slot in set(own)
         ]
 
-    def _whole_update(self, groups: range) -> WholeUpdate:
-        return WholeUpdate(
-            self.slots, self.optimizer, groups, self._comm, replicated=not self._sharded
-        )
-
     def follow(self, units: Sequence[Unit], groups: range) -> None:
         """``units`` are the trainable ones from now on, new ones in memory; ``groups``: numbers of its groups."""
         self._place(units, groups)
-        if isinstance(self.parted, WholeUpdate):
-            self.parted = self._whole_update(groups)
-        elif isinstance(self.parted, CodedUpdate):
-            self.parted.follow(self.slots)
-        elif here := [unit for unit in self.slots if unit.away is None]:
-            self._follow_here(here)
+        self.parted = self.parted.follow(self.slots, groups)
         guard_shards(self.shards)
-
-    def _follow_here(self, here: Sequence[Unit]) -> None:
-        if isinstance(self.parted, PartedUpdate | TwinUpdate):
-            self.parted.follow(here)
-        elif isinstance(self.parted, StreamedUpdate):
-            self.parted = TwinUpdate(PartedUpdate(here, self.optimizer), self.parted)
 
     def adopt(self) -> None:
         """State was loaded, or put into ``optimizer.state``."""
@@ -254,8 +166,7 @@ class Stepper:
         Raises:
             StepError: on ranks whose optimizer is not as it was at zeroify.
         """
-        if not isinstance(self.parted, PartedUpdate | CodedUpdate):
-            self.parted.check(last=self._hooks.are_last)
+        self.parted.check(last=self._hooks.are_last)
 
     def begin(self) -> None:
         """Torch's step follows, as far as it is not taken here."""
@@ -266,17 +177,15 @@ class Stepper:
     @property
     def pending(self) -> bool:
         """Whether an update is on its way that the model does not have yet; equal on all ranks."""
-        return isinstance(self.parted, DelayedUpdate) and self.parted.pending
+        return self.parted.pending
 
     def finish(self) -> None:
         """Take what a delayed update has made, if one is on its way."""
-        if isinstance(self.parted, DelayedUpdate):
-            self.parted.finish()
+        self.parted.finish()
 
     def abandon(self) -> None:
         """What a delayed update has made is of no use any more."""
-        if isinstance(self.parted, DelayedUpdate):
-            self.parted.abandon()
+        self.parted.abandon()
 
     def end(self) -> None:
         """After a step; also after one that has raised."""

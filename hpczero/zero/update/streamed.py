@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from hpczero.errors import StepError, TierError
 from hpczero.tier import Fetch, Staged
@@ -36,7 +37,7 @@ from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard, UnitStore
 from hpczero.zero.units.guard import have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import AwayState, adopt, is_elementwise, state_of
-from hpczero.zero.update.parts import TakenStep, method_behind
+from hpczero.zero.update.parts import PartedUpdate, Update, method_behind
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Stepped:
     changed: bool
 
 
-class StreamedUpdate(TakenStep):
+class StreamedUpdate(Update):
     """Of one optimizer, all of whose pieces rest on a tier; nothing here is collective."""
 
     def __init__(self, units: Sequence[Unit], optimizer: Optimizer, store: UnitStore) -> None:
@@ -163,6 +164,11 @@ class StreamedUpdate(TakenStep):
             with suppress(TierError):  # its block went back when it failed
                 self._store.tier.evict(fetch.wait(), ())
         self._begun.clear()
+
+    @override
+    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
+        here = [unit for unit in slots if unit.away is None]
+        return TwinUpdate(PartedUpdate(here, self._optimizer), self) if here else self
 
     def adopt(self) -> None:
         """State was put into ``optimizer.state``: what is there for every element goes to the tier."""
@@ -377,3 +383,84 @@ def _keep(name: str, value: Tensor, part: slice, staged: Staged, *, fresh: bool)
         into.zero_()  # also of pieces that have none yet
     if value.data_ptr() != into[part].data_ptr():
         into[part].copy_(value)
+
+
+# TwinUpdate: one step over two kinds of units: some rest on a tier, the others stay where they are computed with.
+#
+# Source: DeepSpeed's Twin-Flow, 2023.
+
+
+class TwinUpdate(Update):
+    """Of one optimizer; nothing here is collective. The parts are as of ``StreamedUpdate`` and ``PartedUpdate``."""
+
+    def __init__(self, here: PartedUpdate, away: StreamedUpdate) -> None:
+        """``here`` and ``away``: of the same optimizer, over different units."""
+        super().__init__(here._optimizer)
+        self._here, self._away = here, away
+
+    @override
+    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
+        self._here.follow({unit: own for unit, own in slots.items() if unit.away is None}, groups)
+        return self
+
+    # --- the part that rests on a tier may be delayed
+
+    @property
+    def pending(self) -> bool:  # type: ignore[override]
+        """As of what rests on the tier."""
+        return self._away.pending
+
+    @override
+    def finish(self) -> None:
+        self._away.finish()
+
+    @override
+    def abandon(self) -> None:
+        self._away.abandon()
+
+    @property
+    @override
+    def taken(self) -> bool:
+        return self._away.taken
+
+    @override
+    def check(self, *, last: bool) -> None:
+        self._away.check(last=last)
+
+    @override
+    def take(self, *, last: bool) -> None:
+        """Take both steps: reads from the tier have begun when the units that are here are stepped on.
+
+        Raises:
+            StepError: the optimizer's groups hold a piece twice, or it makes state that it did not make at zeroify.
+            TierError: as of what rests on the tier.
+        """
+        self._away.begin()
+        try:
+            self._here.take(last=last)
+            if not self._here.taken:
+                raise StepError(
+                    "optimizer.step() with a part of its state on a memory tier (offload): the step cannot be taken "
+                    "over long tensors, expected every piece once in optimizer.param_groups"
+                )
+        except BaseException:
+            self._away.give_up()
+            raise
+        finally:
+            self._here.restore()
+        self._away.take(last=last)
+
+    @override
+    def restore(self) -> None:
+        self._here.restore()
+        self._away.restore()
+
+    @override
+    def adopt(self) -> None:
+        self._here.adopt()
+        self._away.adopt()
+
+    @override
+    def forget(self) -> None:
+        self._here.forget()
+        self._away.forget()

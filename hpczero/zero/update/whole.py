@@ -35,7 +35,7 @@ from hpczero.errors import StepError
 from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizers import needs_whole
-from hpczero.zero.update.parts import TakenStep, unhooked, written_in
+from hpczero.zero.update.parts import Update, unhooked, written_in
 from hpczero.zero.update.whole_states import ParameterUpdate, States, WholeParameter, state_of
 
 # Directions: updates of whole parameters of which only one tensor goes to the owner and one comes back.
@@ -320,8 +320,10 @@ Jobs = Sequence[tuple[ParameterUpdate, int]]
 Found = TypeVar("Found")
 
 
-class WholeUpdate(TakenStep):
+class WholeUpdate(Update):
     """Of one optimizer. ``take`` is collective over the ranks that share shards; nothing else is."""
+
+    together = True
 
     def __init__(
         self,
@@ -370,6 +372,11 @@ class WholeUpdate(TakenStep):
         ]
         self._replicated = replicated
         self._failure: Exception | None = None
+
+    @override
+    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
+        comm, replicated = self._comm, self._replicated
+        return WholeUpdate(slots, self._optimizer, groups, comm, replicated=replicated)
 
     def check(self, *, last: bool) -> None:
         """Refuse a step that cannot be taken over whole parameters.
