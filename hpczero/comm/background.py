@@ -112,7 +112,7 @@ def _work(
         what, before, operation, outcome = item
         if error is None:
             try:
-                with watchdog.watch(what):
+                with watchdog.collective(what):
                     if lane is None:
                         accelerator.enter_thread()
                         lane = accelerator.lane()

@@ -198,13 +198,16 @@ class Watchdog:
         return _Watch(self, what, met=True)
 
     @contextmanager
-    def operation(self, what: str) -> Iterator[None]:
-        """Context around several calls: an exception of this rank alone, after the first call, ends the job."""
+    def operation(self, what: str, *, begun: bool = False) -> Iterator[None]:
+        """Context around several calls: an exception of this rank alone, after the first call, ends the job.
+
+        With ``begun``, peers wait from the start: for messages that are no calls of this watchdog's.
+        """
         before = self._begun
         try:
             yield
         except BaseException as error:
-            if self._begun != before:
+            if begun or self._begun != before:
                 self.left(what, error)
             raise
 

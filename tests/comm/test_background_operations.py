@@ -15,7 +15,7 @@ from hpczero.job.watchdog import Watchdog
 
 @pytest.fixture
 def background():
-    background = Background(Watchdog(0, 0.0), HostAccelerator())
+    background = Background(Watchdog(0, 0.0, ranks=1), HostAccelerator())
     yield background
     background.close()
 

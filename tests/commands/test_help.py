@@ -91,7 +91,7 @@ def test_help_imports_nothing_heavy(module: str) -> None:
 @pytest.mark.parametrize("module", WITH_SUBCOMMANDS)
 def test_help_of_subcommands_imports_nothing_heavy(module: str) -> None:
     names = subcommands(module)
-    assert len(names) > 3
+    assert len(names) >= 3
     loaded = {name: help_of(module, name)[1] for name in names}
     assert loaded == {name: [] for name in names}
 

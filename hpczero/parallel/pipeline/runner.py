@@ -446,7 +446,7 @@ class Pipeline:
         last_forward = max(place for place, action in enumerate(actions) if action.kind == "F")
         # What a step left in flight would come as the next one's.
         with (
-            self._stage.group.watchdog.operation(f"a step of the pipeline ({purpose})"),
+            self._stage.group.watchdog.operation(f"a step of the pipeline ({purpose})", begun=True),
             self.messages.moving(),
         ):
             for place, action in enumerate(actions):
