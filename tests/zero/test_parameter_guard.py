@@ -85,18 +85,6 @@ def test_error_says_what_was_asked_for(parameter: nn.Parameter) -> None:
         _ = parameter.data
 
 
-def test_step_of_an_optimizer_that_zeroify_was_not_given_says_so(parameter: nn.Parameter) -> None:
-    with pytest.raises(StepError, match="the Late that steps is not the one that zeroify"):
-        Late([parameter], 0.1).step()
-
-
-class Late(torch.optim.SGD):
-    """Steps without a gradient."""
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        self.param_groups[0]["params"][0].mul_(0.5)
-
-
 def test_metadata_is_there(parameter: nn.Parameter) -> None:
     assert (parameter.shape, parameter.size(0), parameter.ndim) == ((3, 5), 3, 2)
     assert (parameter.numel(), parameter.nelement(), len(parameter)) == (15, 15, 3)
