@@ -45,6 +45,12 @@ def _hpczero(stage: int) -> Entry:
     return Entry(name, f"hpczero stage {stage}", "hpczero_stage", "mpi", arguments={"stage": stage})
 
 
+def _compiled(stage: int) -> Entry:
+    name, title = f"hpczero-{stage}{COMPILED}", f"hpczero stage {stage}, compiled blocks"
+    arguments = {"stage": stage, "compiled": True}
+    return Entry(name, title, "hpczero_stage", "mpi", arguments=arguments, named=True)
+
+
 def _deepspeed(stage: int) -> Entry:
     name, title = f"deepspeed-{stage}", f"DeepSpeed stage {stage}"
     return Entry(name, title, "deepspeed_stage", "gloo", "peers", arguments={"stage": stage})
@@ -52,12 +58,14 @@ def _deepspeed(stage: int) -> Entry:
 
 RANK_PROGRAM = "scaling.contenders.rank"
 FLOOR = "independent"
+COMPILED = "-compiled"  # ends the name of a contender whose blocks torch.compile compiles
 BEFORE = "before:"  # begins the name of a contender that runs another checkout's code
 ENTRIES = {
     entry.name: entry
     for entry in (
         Entry(FLOOR, "independent processes", "independent", "gloo"),
         *(_hpczero(stage) for stage in range(4)),
+        *(_compiled(stage) for stage in (0, 3)),
         Entry("ddp", "torch DDP", "ddp", "gloo"),
         Entry("zero-redundancy", "torch ZeroRedundancyOptimizer", "zero_redundancy", "gloo"),
         Entry("fsdp2", "torch FSDP2", "fsdp2", "gloo"),

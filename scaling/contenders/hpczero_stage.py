@@ -13,12 +13,18 @@ from scaling.evidence.record import versions
 
 
 class Contender(base.Contender):
-    """Units by the default rule: every block, and the root."""
+    """Units by the default rule: every block, and the root.
 
-    def __init__(self, stage: int, transport: str, *, overlap: bool = True) -> None:
+    With ``compiled``, torch.compile makes one graph of each block.
+    """
+
+    def __init__(
+        self, stage: int, transport: str, *, overlap: bool = True, compiled: bool = False
+    ) -> None:
         self.stage = stage
         self.transport = transport
         self.overlap = overlap
+        self.compiled = compiled
 
     def connect(self) -> None:
         self.join(Topology.of_world())
@@ -30,6 +36,9 @@ class Contender(base.Contender):
 
     def build(self, workload: Workload) -> None:
         model = base.gpt(workload)
+        if self.compiled:
+            for block in model.blocks:
+                block.compile()
         self.optimizer = base.adamw(model.parameters())
         self.model = hpczero.zeroify(
             model,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from scaling.contenders import BEFORE
+from scaling.contenders import BEFORE, COMPILED
 from scaling.evidence.plot import Bar, draw_bars
 from scaling.evidence.record import Row, of_kind, where_and_when
 from scaling.evidence.spread import Spread, paired_ratios
@@ -35,7 +35,8 @@ class Line:
     Attributes:
         name, title: of the contender.
         step_s: seconds of one step.
-        ratios: to each reference that shared rounds with it; under ``BEFORE`` to itself in the other checkout.
+        ratios: to each reference that shared rounds with it; under ``BEFORE`` to itself in the other checkout, under
+            ``COMPILED`` to itself without torch.compile.
         peak_nbytes: PSS of the largest rank while training.
         baseline_nbytes: of that, what was there before the model.
     """
@@ -60,6 +61,8 @@ def summarise(rows: list[Row]) -> list[Line]:
     for memory in of_kind(rows, "memory"):
         name = memory["contender"]
         others = {reference: reference for reference in REFERENCES} | {BEFORE: f"{BEFORE}{name}"}
+        if name.endswith(COMPILED):
+            others[COMPILED] = name.removesuffix(COMPILED)
         ratios = {
             reference: Spread.of(paired)
             for reference, other in others.items()
@@ -82,7 +85,7 @@ def summarise(rows: list[Row]) -> list[Line]:
 def text(rows: list[Row]) -> str:
     """Heading, table, and what a reader must know to judge it; markdown."""
     lines = summarise(rows)
-    titles = {**REFERENCES, BEFORE: "/ before"}
+    titles = {**REFERENCES, BEFORE: "/ before", COMPILED: "/ eager"}
     columns = [r for r in titles if any(r in line.ratios for line in lines)]
     memory = {line.name: line.peak_nbytes for line in lines}
     whole = memory.get(MEMORY_REFERENCE)
