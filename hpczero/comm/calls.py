@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
+from functools import partial
 
 import numpy as np
 
@@ -25,46 +25,25 @@ from hpczero.job.messages import is_same_number
 class Work:
     """A started operation. ``wait`` returns when its buffers may be used again; it may be called twice."""
 
-    def __init__(
-        self, name: str, finish: Callable[[], None] | None = None, *, elsewhere: bool = False
-    ) -> None:
+    def __init__(self, name: str, finish: Callable[[], None] | None = None) -> None:
         """Not collective.
 
         Args:
             name: of the unit.
-            finish: what is left to do; None: nothing.
-            elsewhere: whether ``finish`` only waits for what another thread does. A wait that is cut off, by a signal
-                handler that raises, is then begun anew.
+            finish: what is left to do; None: nothing. Called again if a signal handler has raised in it.
         """
         self.name = name
         self._finish = finish
-        self._elsewhere = elsewhere
 
     def wait(self) -> None:
         """Block until the operation is complete on this rank.
 
         Raises:
-            CommError: the operation failed, or an exception cut it off; at every call from then on.
+            CommError: the operation failed.
         """
-        finish, self._finish = self._finish, None
-        if finish is None:
-            return
-        try:
-            finish()
-        except BaseException as error:
-            self._finish = finish if self._elsewhere else self._failing(error)
-            raise
-
-    def _failing(self, error: BaseException) -> Callable[[], None]:
-        def fail() -> None:
-            if isinstance(error, CommError):
-                raise error
-            raise CommError(
-                f"what was sent of {self.name!r} never arrived, because {type(error).__name__} ({error}) cut the "
-                "operation off; end the program and go on from a checkpoint"
-            ) from error
-
-        return fail
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
 
 @dataclass
@@ -272,64 +251,33 @@ class Calls:
         self.stats.calls[operation] += 1
         self.stats.sent_nbytes[operation] += sent
 
-    def timed(self, what: str | None) -> AbstractContextManager[object]:
+    @contextmanager
+    def timed(self, what: str | None) -> Iterator[None]:
         """Context around a call, which the watchdog looks at, or around a wait for one where ``what`` is None.
 
         Its seconds are counted. Not collective by itself.
         """
-        return _Timed(self, nullcontext() if what is None else self._watchdog.collective(what))
+        with nullcontext() if what is None else self._watchdog.collective(what):
+            start = time.perf_counter()
+            span = None if self._depth else self.exposed.begin()
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if not self._depth:  # one call may have to finish an earlier one
+                    self.stats.seconds += time.perf_counter() - start
+                    self.exposed.end(span)
 
     def later(self, operation: str, name: str, finish: Callable[[], None]) -> Work:
         """Work that ``finish`` does when somebody waits for it."""
-
-        def watched() -> None:
-            with self.timed(f"the rest of {operation} of {name!r} (step {self.step})"):
-                finish()
-
-        return Work(name, watched)
+        what = f"the rest of {operation} of {name!r} (step {self.step})"
+        return Work(name, partial(self._within, what, finish))
 
     def elsewhere(self, name: str, wait: Callable[[], None]) -> Work:
-        """Work that another thread does, watched by the watchdog. Waiting for it counts as time in calls."""
+        """Work of another thread, which ``wait`` waits for and the watchdog looks at. The wait is time in calls."""
+        return Work(name, partial(self._within, None, wait))
 
-        def timed() -> None:
-            with self.timed(None):
-                wait()
-
-        return Work(name, timed, elsewhere=True)
-
-
-class _Timed:
-    """One call, or the wait for it, on the clock of the accounts."""
-
-    def __init__(self, calls: Calls, watch: AbstractContextManager[object]) -> None:
-        self._calls, self._watch = calls, watch
-        self._start = 0.0
-        self._span: Span | None = None
-
-    def __enter__(self) -> None:
-        self._watch.__enter__()
-        try:
-            self._start = time.perf_counter()
-            if not self._calls._depth:
-                self._span = self._calls.exposed.begin()
-            self._calls._depth += 1
-        except BaseException as cut:  # a signal handler's: ``__exit__`` is not called
-            self._watch.__exit__(type(cut), cut, cut.__traceback__)
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self._calls._depth -= 1
-            if not self._calls._depth:  # one call may have to finish an earlier one
-                self._calls.stats.seconds += time.perf_counter() - self._start
-                self._calls.exposed.end(self._span)
-        except BaseException as cut:  # a signal handler's
-            kind, error, trace = type(cut), cut, cut.__traceback__
-            raise
-        finally:
-            self._watch.__exit__(kind, error, trace)
+    def _within(self, what: str | None, act: Callable[[], None]) -> None:
+        with self.timed(what):
+            act()

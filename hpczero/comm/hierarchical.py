@@ -388,8 +388,7 @@ class Hierarchical(Collectives):
             wait = self._background.start(
                 f"reduce_scatter of {name!r} (step {self.calls.step})", finish
             )
-            finish_lent = self._lending.lend(full, self.calls.elsewhere(name, wait).wait)
-            return Work(name, finish_lent, elsewhere=True)
+            return Work(name, self._lending.lend(full, self.calls.elsewhere(name, wait).wait))
         if self._nodes > 1 or not self._node.shares(full, Use.REDUCE):
             finish()
             return Work(name)
@@ -403,8 +402,6 @@ class Hierarchical(Collectives):
         """Finish what was put off, oldest first, up to ``work``; None finishes everything."""
         while self._put_off and (work is None or work in self._put_off):
             self._put_off.popleft().wait()
-        if work is not None:
-            work.wait()  # it has failed while another one was waited for, or it is complete
 
     def _sum_in_node(
         self, parts: Parts, out: Tensor, itemsize: int, scale: float, accumulate: bool

@@ -15,8 +15,7 @@ Source: Zhang et al., MiCS, arXiv 2205.00119, sec. 3.4; FSDP's hybrid sharding, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,25 +27,6 @@ from hpczero.comm.collectives import Collectives, SecondaryCopy
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Scratch, Use
 from hpczero.plan.footprint import Footprint
-
-
-@dataclass(eq=False)
-class _Sum:
-    """A gradient on its way: summed inside first, then outside.
-
-    Attributes:
-        name: of the unit.
-        inside: this rank's shard of the group's sum.
-        outside: what is left to do.
-        begin: waits for the sum inside and begins the one outside; what has failed is an error at every wait.
-        wait: waits for the outside, once it has begun.
-    """
-
-    name: str
-    inside: Work
-    outside: Callable[[], None]
-    begin: Work
-    wait: Callable[[], None] = lambda: None
 
 
 class Hybrid(Collectives):
@@ -89,7 +69,8 @@ class Hybrid(Collectives):
         self._background = (
             Background(replicas.watchdog, self.reach.accelerator) if overlap else None
         )
-        self._begun: deque[_Sum] = deque()  # whose sum inside may still go on; oldest first
+        # What begins sums over replicas whose sums inside may still go on; the oldest first.
+        self._inside_first: deque[Work] = deque()
         self._wire = Scratch(self.memory, category="exchange", device=self.device)
         self._whole = Scratch(self.memory, category="exchange", device=self.device)
 
@@ -157,33 +138,41 @@ class Hybrid(Collectives):
     ) -> Work:
         partial = torch.empty_like(out) if accumulate else out
         inside = self._inside._reduce_scatter(full, partial, shard_numel, 1.0, False, name)
+        what = f"the sum over replicas of {name!r} (step {self.calls.step})"
+        outside: list[Work] = []  # once it has begun on a thread
 
-        def outside() -> None:
+        def sum_replicas() -> None:
             self._sum_replicas(partial, out, scale, accumulate, name)
 
-        going = _Sum(name, inside, outside, Work(name, lambda: self._go_outside(going)))
-        while self._begun:  # the sums inside end in their order; it had a unit's time for it
-            self._begun.popleft().begin.wait()
-        self._begun.append(going)
+        def begin() -> None:
+            inside.wait()
+            if self._background is not None:
+                wait = self._background.start(what, sum_replicas)
+                outside.append(self.calls.elsewhere(name, wait))
+                return
+            with self.calls.timed(what):
+                sum_replicas()
+
+        def finish() -> None:
+            if begun in self._inside_first:
+                self._begin(until=begun)
+            for work in outside:
+                work.wait()
+
+        self._begin()  # the sums inside end in their order; the last one had a unit's time for it
+        begun = Work(name, begin)
+        self._inside_first.append(begun)
         self.calls.count("replicas", self._between_nbytes(shard_numel))
-        return Work(name, lambda: self._finish(going))
+        return Work(name, finish)
 
-    def _finish(self, going: _Sum) -> None:
-        while going in self._begun:
-            self._begun.popleft().begin.wait()
-        going.begin.wait()
-        going.wait()
-
-    def _go_outside(self, going: _Sum) -> None:
-        """Wait for the sum inside, and begin the one over replicas; all ranks do so in the same order."""
-        going.inside.wait()
-        what = f"the sum over replicas of {going.name!r} (step {self.calls.step})"
-        if self._background is not None:
-            wait = self._background.start(what, going.outside)
-            going.wait = self.calls.elsewhere(going.name, wait).wait
-            return
-        with self.calls.timed(what):
-            going.outside()
+    def _begin(self, *, until: Work | None = None) -> None:
+        """Begin the sums over replicas whose sums inside are under way, oldest first: all ranks in the same order."""
+        while self._inside_first:
+            first = self._inside_first[0]
+            first.wait()
+            self._inside_first.popleft()
+            if first is until:
+                return
 
     def _sum_replicas(
         self, partial: Tensor, out: Tensor, scale: float, accumulate: bool, name: str
@@ -210,8 +199,7 @@ class Hybrid(Collectives):
 
     @override
     def close(self) -> None:
-        while self._begun:
-            self._begun.popleft().begin.wait()
+        self._begin()
         if self._background is not None:
             self._background.close()
         self._wire.release()
