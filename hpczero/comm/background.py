@@ -12,6 +12,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch
 from mpi4py import MPI
@@ -19,29 +20,12 @@ from mpi4py import MPI
 from hpczero.accelerator import Accelerator, Lane, Mark
 from hpczero.job.watchdog import Watchdog
 
-_Operation = tuple[str, Mark, Callable[[], None], "_Outcome"]
+_Operation = tuple[str, Mark, Callable[[], None], "Future[None]"]
 
 
 def can_run_in_background() -> bool:
     """Whether this MPI lets a second thread call it: the same on every rank of a job. Not collective."""
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-
-
-class _Outcome:
-    """What became of one operation."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def settle(self, error: BaseException | None) -> None:
-        self._error = error
-        self._done.set()
-
-    def wait(self) -> None:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
 
 
 class Background:
@@ -59,8 +43,7 @@ class Background:
         self._accelerator = accelerator
         self._operations: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last = _Outcome()
-        self._last.settle(None)
+        self._last: Future[None] | None = None
 
     def start(self, what: str, operation: Callable[[], None]) -> Callable[[], None]:
         """Run ``operation`` when its turn has come.
@@ -82,9 +65,10 @@ class Background:
             )
             self._thread.start()
             weakref.finalize(self, self._operations.put, None).atexit = False  # of a dropped model
-        outcome = self._last = _Outcome()
-        self._operations.put((what, self._accelerator.mark(), operation, outcome))
-        return outcome.wait
+        future: Future[None] = Future()
+        self._last = future
+        self._operations.put((what, self._accelerator.mark(), operation, future))
+        return future.result
 
     def drain(self) -> None:
         """Return when nothing is under way.
@@ -92,7 +76,8 @@ class Background:
         Raises:
             Exception: what an operation raised.
         """
-        self._last.wait()
+        if self._last is not None:
+            self._last.result()
 
     def close(self) -> None:
         """End the thread, after what was started."""
@@ -109,7 +94,7 @@ def _work(
     lane: Lane | None = None
     error: BaseException | None = None
     while (item := operations.get()) is not None:
-        what, before, operation, outcome = item
+        what, before, operation, future = item
         if error is None:
             try:
                 with watchdog.collective(what):
@@ -122,5 +107,8 @@ def _work(
                     lane.finish()
             except BaseException as failure:
                 error = failure  # whose traceback keeps what MPI may still read and write
-        outcome.settle(error)
-        del item, before, operation, outcome  # they hold buffers
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+        del item, before, operation, future  # they hold buffers
