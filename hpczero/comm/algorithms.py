@@ -18,6 +18,7 @@ from mpi4py import MPI
 from torch import Tensor
 from typing_extensions import override
 
+from hpczero.accelerator import Accelerator
 from hpczero.plan.footprint import IN_FLIGHT, step_peers
 
 # Below the 32-bit counts of MPI 3 with room to spare; also what an MPI library pipelines well.
@@ -123,15 +124,21 @@ def wait_all(requests: Sequence[MPI.Request]) -> None:
             time.sleep(NAP_S)
 
 
+def _nothing(first: int, count: int) -> None:
+    return
+
+
 class _Algorithm:
     """One algorithm on one communicator, which it borrows. ``free`` frees what the algorithm made.
 
     Attributes:
         messages: that this rank has sent; 0 where the MPI library decides.
+        accelerator: whose memory the blocks are, where MPI takes addresses of device memory; None for the host.
     """
 
     name: ClassVar[str]
     in_rounds: ClassVar[bool] = False  # whether it pays to cut blocks into short rounds
+    accelerator: Accelerator | None = None
 
     def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:
         """Not collective.
@@ -166,6 +173,8 @@ class Gather(_Algorithm, ABC):
             round_nbytes: bytes of a block that travel in one round, if no more than ``chunk_nbytes``.
         """
         if blocks.count > 1:
+            if self.accelerator is not None:
+                self.accelerator.finish()
             for piece in blocks.pieces(min(self.chunk_nbytes, round_nbytes)):
                 self._gather(piece)
             self._finish()
@@ -189,7 +198,7 @@ class Exchange(_Algorithm, ABC):
         send: Blocks,
         receive: Blocks,
         *,
-        prepare: Prepare = lambda first, count: None,
+        prepare: Prepare = _nothing,
         meanwhile: Meanwhile = lambda: None,
     ) -> None:
         """Send block i of ``send`` to rank i; what rank i sends arrives in block i of ``receive``.
@@ -204,6 +213,12 @@ class Exchange(_Algorithm, ABC):
                 rank's own included.
             meanwhile: called once, when the call before is complete and messages of this one are on their way.
         """
+        if (
+            self.accelerator is not None
+        ):  # it is waited for once, and the round before travels meanwhile
+            prepare(0, send.count)
+            self.accelerator.finish()  # what was read from ``receive`` before has then been read as well
+            prepare = _nothing
         self._exchange(send, receive, prepare, meanwhile)
 
     def finish(self) -> None:

@@ -6,7 +6,6 @@ algorithm. Must not know: which algorithm, units, nodes.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +25,7 @@ from hpczero.comm.algorithms import (
     Prepare,
     wait_all,
 )
-from hpczero.plan.footprint import gather_round
+from hpczero.plan.footprint import IN_FLIGHT, gather_round
 
 # Device memory through pinned memory of the host, for an MPI that cannot see it.
 #
@@ -197,7 +196,7 @@ class _PinnedSlots:
             self._buffers[slot] = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class Reach(ABC):
+class Reach:
     """Makes algorithms that work on the memory of ``accelerator``."""
 
     name: str
@@ -205,17 +204,21 @@ class Reach(ABC):
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
 
-    @abstractmethod
     def gather(
         self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Gather:
         """An algorithm of class ``kind`` on ``comm``. Not collective."""
+        gather = kind(comm, chunk_nbytes=chunk_nbytes)
+        gather.accelerator = None if self.accelerator.is_host else self.accelerator
+        return gather
 
-    @abstractmethod
     def exchange(
         self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Exchange:
         """An algorithm of class ``kind`` on ``comm``. Not collective."""
+        exchange = kind(comm, chunk_nbytes=chunk_nbytes)
+        exchange.accelerator = None if self.accelerator.is_host else self.accelerator
+        return exchange
 
     def outgoing(self, data: Tensor) -> Tensor:
         """Memory that MPI may read now, with the bytes of ``data``, a contiguous tensor that nobody writes to."""
@@ -252,35 +255,11 @@ class HostReach(Reach):
     def __init__(self) -> None:
         super().__init__(HostAccelerator())
 
-    @override
-    def gather(
-        self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
-    ) -> Gather:
-        return kind(comm, chunk_nbytes=chunk_nbytes)
-
-    @override
-    def exchange(
-        self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
-    ) -> Exchange:
-        return kind(comm, chunk_nbytes=chunk_nbytes)
-
 
 class DirectReach(Reach):
     """This MPI takes addresses of device memory: it is CUDA-aware."""
 
     name = "device memory given to MPI"
-
-    @override
-    def gather(
-        self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
-    ) -> Gather:
-        return _DirectGather(kind(comm, chunk_nbytes=chunk_nbytes), self.accelerator)
-
-    @override
-    def exchange(
-        self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
-    ) -> Exchange:
-        return _DirectExchange(kind(comm, chunk_nbytes=chunk_nbytes), self.accelerator)
 
 
 class StagedReach(Reach):
@@ -333,64 +312,6 @@ class StagedReach(Reach):
 def _bytes_of(data: Tensor) -> Tensor:
     """(nbytes,) uint8 of a contiguous tensor; no copy."""
     return data.view(-1).view(torch.uint8)
-
-
-class _DirectGather(Gather):
-    """Waits for the device, then lets the inner algorithm work on its memory."""
-
-    def __init__(self, inner: Gather, accelerator: Accelerator) -> None:
-        super().__init__(inner.comm, chunk_nbytes=inner.chunk_nbytes)
-        self.name = inner.name  # type: ignore[misc]  # of this one object
-        self.in_rounds = inner.in_rounds  # type: ignore[misc]  # of this one object
-        self._inner = inner
-        self._accelerator = accelerator
-
-    @override
-    def __call__(self, blocks: Blocks, *, round_nbytes: int = CHUNK_BYTES) -> None:
-        if blocks.count > 1:
-            self._accelerator.finish()
-            self._inner(blocks, round_nbytes=round_nbytes)
-            self.messages = self._inner.messages
-
-    def _gather(self, blocks: Blocks) -> None:
-        raise AssertionError("the inner one does it")
-
-    @override
-    def free(self) -> None:
-        self._inner.free()
-
-
-class _DirectExchange(Exchange):
-    """Has all blocks of a round made, and waits for the device once before the first leaves.
-
-    The messages of the round before travel meanwhile.
-    """
-
-    def __init__(self, inner: Exchange, accelerator: Accelerator) -> None:
-        super().__init__(inner.comm, chunk_nbytes=inner.chunk_nbytes)
-        self.name = inner.name  # type: ignore[misc]  # of this one object
-        self._inner = inner
-        self._accelerator = accelerator
-
-    def _exchange(
-        self, send: Blocks, receive: Blocks, prepare: Prepare, meanwhile: Meanwhile
-    ) -> None:
-        prepare(0, send.count)
-        # What was read from ``receive`` before has then been read as well.
-        self._accelerator.finish()
-        self._inner(send, receive, meanwhile=meanwhile)
-        self.messages = self._inner.messages
-
-    @override
-    def finish(self) -> None:
-        self._inner.finish()
-
-    @override
-    def free(self) -> None:
-        self._inner.free()
-
-
-IN_FLIGHT = 2  # steps that MPI knows of at a time, as of ``algorithms.pairwise``
 
 
 class StepsUnderWay:
