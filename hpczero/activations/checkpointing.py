@@ -43,7 +43,7 @@ from hpczero.activations.store import (
     version_of,
 )
 from hpczero.comm.awareness import reach_of
-from hpczero.comm.flat import Flat
+from hpczero.comm.collectives import Flat
 from hpczero.errors import PlanError, TierError
 from hpczero.job.group import Group, unlike
 from hpczero.plan.offload import LEAST_NBYTES, MIB, Activations, Medium

@@ -2,8 +2,7 @@
 
 from hpczero.comm.calls import CommStats, Work
 from hpczero.comm.choice import check_transport_name, choose
-from hpczero.comm.collectives import Collectives
-from hpczero.comm.flat import Flat
+from hpczero.comm.collectives import Collectives, Flat
 from hpczero.comm.hierarchical import Hierarchical
 from hpczero.comm.hybrid import Hybrid
 from hpczero.comm.uneven import Uneven

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.accelerator import Accelerator
+from hpczero.memory.buffers import Scratch
 from hpczero.plan.footprint import IN_FLIGHT, step_peers
 
 # Below the 32-bit counts of MPI 3 with room to spare; also what an MPI library pipelines well.
@@ -585,6 +586,52 @@ class LibraryExchange(Exchange):
             [send.from_block(0), 1, self.types.get(send.nbytes, send.stride)],
             [receive.from_block(0), 1, self.types.get(receive.nbytes, receive.stride)],
         )
+
+
+class BlockMessages:
+    """Equal parts of one buffer, one for each rank of a communicator, gathered and exchanged by messages."""
+
+    def __init__(self, gather: Gather, exchange: Exchange, received: Scratch) -> None:
+        """Not collective.
+
+        Args:
+            gather: on the communicator; owned.
+            exchange: on the same communicator; owned.
+            received: memory for what comes from others; owned.
+        """
+        self.comm = gather.comm
+        self.gather, self.exchange = gather, exchange
+        self._received = received
+
+    def spread(self, full: Tensor) -> None:
+        """Give every rank all parts of ``full``, in place. Collective."""
+        part = full.numel() // self.comm.size
+        self.gather(Blocks.of(full, 0, part, part, self.comm.size))
+
+    def parts(self, full: Tensor, start: int, count: int) -> list[Tensor]:
+        """Every rank's elements ``start .. start + count - 1`` of ``full``, which lie in this rank's part.
+
+        Collective: each rank asks for as many elements of its own part. The result is valid until the next call.
+        """
+        size, me = self.comm.size, self.comm.rank
+        if size == 1:
+            return [full[start : start + count]]
+        part = full.numel() // size
+        received = self._received.get(size * count, full.dtype)
+        self.exchange(
+            Blocks.of(full, start - me * part, count, part, size),
+            Blocks.of(received, 0, count, count, size),
+        )
+        self.exchange.finish()
+        rows = list(received.view(size, count).unbind())
+        rows[me] = full[start : start + count]
+        return rows
+
+    def free(self) -> None:
+        """Free datatypes and the memory to receive into. Not collective."""
+        self.gather.free()
+        self.exchange.free()
+        self._received.release()
 
 
 GATHERS: tuple[type[Gather], ...] = (LibraryGather, RingGather, DoublingGather, PairwiseGather)

@@ -15,9 +15,8 @@ from mpi4py import MPI
 from hpczero.accelerator import Accelerator, Attached, HostAccelerator, MemoryExport
 from hpczero.comm.awareness import reach_of
 from hpczero.comm.background import can_run_in_background
-from hpczero.comm.collectives import Collectives, shard_group
+from hpczero.comm.collectives import Collectives, Flat, shard_group
 from hpczero.comm.devices import Reach
-from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical, Inside
 from hpczero.comm.hybrid import Hybrid
 from hpczero.comm.inside import Segment

@@ -1,7 +1,4 @@
-"""The contract of a transport.
-
-Owns: what a collective promises, and what it refuses. Must not know: units, stages, optimizers; how calls are counted,
-timed and compared (``calls``).
+"""The contract of a transport, and the flat transport.
 
 Every rank makes the same calls in the same order (``Order``). Buffers are flat and contiguous. The caller does not read
 an output, and does not write or free an input, before ``Work.wait`` returns. A REDUCE buffer of the transport is an
@@ -19,15 +16,25 @@ import numpy.typing as npt
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from typing_extensions import override
 
-from hpczero.comm.algorithms import Blocks
+from hpczero.comm.algorithms import (
+    CHUNK_BYTES,
+    BlockMessages,
+    Blocks,
+    Exchange,
+    Gather,
+    LibraryExchange,
+    LibraryGather,
+)
 from hpczero.comm.calls import Calls, CommStats, Work
 from hpczero.comm.devices import HostReach, Reach
 from hpczero.errors import CommError
 from hpczero.job.group import Group, digits_of, values_of
 from hpczero.job.topology import Topology
-from hpczero.memory.buffers import CPU, Buffer, Memory, Use
-from hpczero.plan.footprint import Footprint
+from hpczero.kernels.tree_sum import tree_sum
+from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use
+from hpczero.plan.footprint import Footprint, exchange_chunk
 
 # The secondary copy: what this rank's node needs to gather whole parameters again without the other nodes.
 #
@@ -367,6 +374,78 @@ class Collectives(ABC):
 def shard_group(ranks: Topology | Group) -> Group:
     """The ranks that a transport serves: the shard group of a topology, or the group itself."""
     return ranks.shard if isinstance(ranks, Topology) else ranks
+
+
+# The flat transport is the reference: every other transport must equal it bit for bit.
+
+
+class Flat(Collectives):
+    """One communicator of all ranks, on any nodes: gathers in place, and sums what an exchange brings.
+
+    Calls block, and the Work they return is done. Overlap gains nothing on a CPU whose cores the ranks fill.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | Group,
+        *,
+        strict: bool = False,
+        memory: Memory | None = None,
+        node_dtype: torch.dtype = torch.float32,
+        gather: type[Gather] = LibraryGather,
+        exchange: type[Exchange] = LibraryExchange,
+        chunk_nbytes: int = CHUNK_BYTES,
+        reach: Reach | None = None,
+    ) -> None:
+        """Not collective. Arguments as of Collectives.
+
+        ``gather`` and ``exchange`` are the algorithms of all-gathers and of reduce-scatters. A single MPI call moves at
+        most ``chunk_nbytes`` of one shard.
+        """
+        super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype, reach=reach)
+        ranks = self.group.ordered
+        self._messages = BlockMessages(
+            self.reach.gather(gather, ranks, chunk_nbytes=chunk_nbytes),
+            self.reach.exchange(exchange, ranks, chunk_nbytes=chunk_nbytes),
+            Scratch(self.memory, category="exchange", device=self.device),
+        )
+        self._groups = self.group.reduction_groups
+
+    @override
+    def describe(self) -> str:
+        gather, exchange = self._messages.gather.name, self._messages.exchange.name
+        return f"flat, all-gather {gather}, exchange {exchange}"
+
+    def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
+        self._messages.spread(full)
+        return Work(name)
+
+    def _reduce_scatter(
+        self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
+    ) -> Work:
+        shards, item = self.group.size, full.element_size()
+        if shards == 1:  # nothing to exchange, and nothing to wait for
+            tree_sum([full], out, groups=[[0]], scale=scale, accumulate=accumulate)
+            return Work(name)
+        most = max(self._messages.exchange.chunk_nbytes // item, 1)
+        chunk = min(exchange_chunk(shard_numel, shards, item), most)
+        first = self.group.index * shard_numel
+        for start in range(0, shard_numel, chunk):
+            count = min(chunk, shard_numel - start)
+            tree_sum(
+                self._messages.parts(full, first + start, count),
+                out[start : start + count],
+                groups=self._groups,
+                scale=scale,
+                accumulate=accumulate,
+                node_dtype=self.node_dtype,
+            )
+        return Work(name)
+
+    @override
+    def close(self) -> None:
+        self._messages.free()
+        super().close()
 
 
 # Trade: each rank gives each other one tensors of any length, and gets some from each.

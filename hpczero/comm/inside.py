@@ -9,8 +9,9 @@ import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ from mpi4py import MPI
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.comm.algorithms import Blocks, LibraryExchange, LibraryGather
+from hpczero.comm.algorithms import BlockMessages, LibraryExchange, LibraryGather
 from hpczero.comm.devices import Reach
 from hpczero.errors import CommError
 from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use, lasting
@@ -107,42 +108,24 @@ class MessageLevel(NodeLevel):
     ) -> None:
         """Not collective."""
         super().__init__(node, memory, device=reach.accelerator.device)
-        self._gather = reach.gather(LibraryGather, node, chunk_nbytes=chunk_nbytes)
-        self._exchange = reach.exchange(LibraryExchange, node)
-        self._received = Scratch(memory, category="exchange", device=self.device)
+        self._messages = BlockMessages(
+            reach.gather(LibraryGather, node, chunk_nbytes=chunk_nbytes),
+            reach.exchange(LibraryExchange, node),
+            Scratch(memory, category="exchange", device=self.device),
+        )
 
     @override
     def spread(self, full: Tensor) -> Callable[[], None] | None:
-        part = full.numel() // self.comm.size
-        self._gather(Blocks.of(full, 0, part, part, self.comm.size))
+        self._messages.spread(full)
         return None
 
-    @contextmanager
     @override
-    def reading(self, full: Tensor) -> Iterator[Parts]:
-        size, me = self.comm.size, self.comm.rank
-        part = full.numel() // size
+    def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
+        return nullcontext(partial(self._messages.parts, full))
 
-        def parts(start: int, count: int) -> list[Tensor]:
-            if size == 1:
-                return [full[start : start + count]]
-            received = self._received.get(size * count, full.dtype)
-            self._exchange(
-                Blocks.of(full, start - me * part, count, part, size),
-                Blocks.of(received, 0, count, count, size),
-            )
-            self._exchange.finish()
-            rows = list(received.view(size, count).unbind())
-            rows[me] = full[start : start + count]
-            return rows
-
-        yield parts
-
+    @override
     def close(self) -> None:
-        """Free datatypes and the memory to receive into. Not collective here."""
-        self._gather.free()
-        self._exchange.free()
-        self._received.release()
+        self._messages.free()
 
 
 # Memory that the ranks of one node see together.

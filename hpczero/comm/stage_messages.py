@@ -27,10 +27,10 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.accelerator import Accelerator
-from hpczero.comm.algorithms import CHUNK_BYTES, Blocks, wait_all
+from hpczero.comm.algorithms import CHUNK_BYTES, wait_all
 from hpczero.comm.background import can_run_in_background
 from hpczero.comm.devices import HostReach, Reach
-from hpczero.errors import CommError, StepError
+from hpczero.errors import StepError
 from hpczero.job.group import Group
 
 # Progress: messages that go on while a rank computes.
@@ -375,31 +375,6 @@ class StageMessages:
         with self._group.watchdog.collective(text):
             wait_all(pending)
         self.stats.waited_s += time.perf_counter() - begin
-
-
-def give_all(group: Group, tensor: Tensor, *, root: int = 0) -> None:
-    """Give every rank the values that rank ``root`` has in ``tensor``. Collective over the group.
-
-    Args:
-        group: the ranks.
-        tensor: of the same shape and dtype on all; any dtype, strides and device.
-        root: rank of the group.
-
-    Raises:
-        CommError: on a tensor without memory.
-    """
-    if tensor.is_meta:
-        raise CommError(
-            f"rank {group.rank}: a tensor of {tuple(tensor.shape)} on the meta device has no values"
-        )
-    flat = tensor.detach().contiguous().view(-1)
-    if not flat.numel():
-        return
-    blocks = Blocks.of(flat, 0, flat.numel(), flat.numel(), 1)
-    with group.watchdog.collective("the values of rank 0 for all ranks"):
-        HostReach().broadcast(group.comm, blocks, root)
-    if group.rank != root and flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def _blocks(memory: Tensor) -> list[MPI.buffer]:

@@ -24,6 +24,7 @@ from hpczero.comm.calls import CommStats
 from hpczero.comm.inside import Counters
 from hpczero.errors import CommError
 from hpczero.job.group import Group
+from hpczero.job.messages import hand_out
 
 
 class SumCall(NamedTuple):
@@ -199,24 +200,24 @@ def _piece(own: Tensor, start: int, room: int) -> Tensor:
     return own if not start and own.numel() <= room else own[start : start + room]
 
 
-PIECE_NBYTES = 64 * 2**20
-
-
 def give_values(group: Group, tensor: Tensor) -> None:
     """Give every rank the values of the group's rank 0, in place. Collective over ``group``.
 
     Args:
         group: the ranks.
         tensor: any dtype, device and strides; the same dtype and shape on every rank.
+
+    Raises:
+        CommError: on a tensor without memory.
     """
-    if group.size == 1 or not tensor.numel():
-        return
-    with torch.no_grad(), group.watchdog.collective("give_values"):
-        host = tensor.detach().contiguous().cpu()
-        for piece in torch.split(as_bytes(host), PIECE_NBYTES):
-            group.comm.Bcast(piece.numpy(), root=0)
-        if group.rank and host.data_ptr() != tensor.data_ptr():
-            tensor.copy_(host)
+    if tensor.is_meta:
+        raise CommError(
+            f"rank {group.rank}: a tensor of {tuple(tensor.shape)} on the meta device has no values"
+        )
+    host = tensor.detach().contiguous().cpu()
+    hand_out(group, as_bytes(host).numpy())
+    if group.rank and host.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(host)
 
 
 MESSAGE_NBYTES = 32 * 2**20

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.adapters.gpt import GPTAdapter
-from hpczero.comm import flat, hierarchical, rails
+from hpczero.comm import collectives, hierarchical, rails
 from hpczero.comm.devices import DirectReach, HostReach
 from hpczero.errors import HpcZeroError
 from hpczero.job.topology import Topology
@@ -286,7 +286,7 @@ def _counted_sums(clock: CountingClock) -> Iterator[None]:
         clock.moved(read + out.numel() * out.element_size())
 
     changed: list[tuple[Any, str, Any]] = [
-        (module, "tree_sum", counted) for module in (flat, hierarchical, rails)
+        (module, "tree_sum", counted) for module in (collectives, hierarchical, rails)
     ]
     changed.append((rails, "Blocks", Elsewhere))
     before = [(module, name, vars(module)[name]) for module, name, _ in changed]

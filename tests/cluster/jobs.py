@@ -106,7 +106,7 @@ def collectives(node_of_rank: str = "") -> None:
     import torch
 
     from hpczero import Topology
-    from hpczero.comm.flat import Flat
+    from hpczero.comm import Flat
 
     given = [int(word) for word in node_of_rank.split(",")] if node_of_rank else None
     topology = Topology.of_world(given)

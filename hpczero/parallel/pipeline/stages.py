@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hpczero.comm.stage_messages import give_all
+from hpczero.comm.sums import give_values
 from hpczero.errors import PlanError, StepError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
@@ -362,7 +362,7 @@ def cut(
     tensors = [*model.parameters(), *persistent_buffers(model).values()]
     for tensor in tensors:
         if not tensor.is_meta and topology.size > 1:
-            give_all(topology.world, tensor)
+            give_values(topology.world, tensor)
     names = list(container._modules)
     for name in names:
         if owners.stage_of_block[name] != group.rank:

@@ -137,9 +137,9 @@ def test_ends_of_the_pipeline_swap_and_the_last_one_says(
 def test_values_of_rank_0_are_everybodys(
     comm: MPI.Intracomm, stages: Topology, make: Callable[[], torch.Tensor]
 ) -> None:
-    from hpczero.comm.stage_messages import give_all
+    from hpczero.comm.sums import give_values
 
     tensor = make() if comm.rank == 0 else torch.zeros_like(make())
     strides = tensor.stride()
-    give_all(stages.world, tensor)
+    give_values(stages.world, tensor)
     parallel_assert(comm, torch.equal(tensor, make()) and tensor.stride() == strides)
