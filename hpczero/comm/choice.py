@@ -12,14 +12,14 @@ from typing import get_args
 import torch
 from mpi4py import MPI
 
-from hpczero.accelerator import Accelerator, Attached, HostAccelerator, MemoryExport
+from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.comm.awareness import reach_of
 from hpczero.comm.background import can_run_in_background
 from hpczero.comm.collectives import Collectives, Flat, shard_group
 from hpczero.comm.devices import Reach
 from hpczero.comm.hierarchical import Hierarchical, Inside
 from hpczero.comm.hybrid import Hybrid
-from hpczero.comm.inside import Segment
+from hpczero.comm.inside import PeerBlocks, Segment
 from hpczero.comm.rails import DEFAULT, Selection
 from hpczero.comm.tuning import tune
 from hpczero.comm.uneven import Uneven
@@ -211,36 +211,24 @@ def _automatic(group: Group, accelerator: Accelerator) -> str:
 
 def _export_problem(group: Group, accelerator: Accelerator) -> str:
     """Why ranks of some node cannot read each other's device memory; empty if they can. Collective over world."""
-    block: MemoryExport | None = None
-    attached: list[Attached] = []
+    node, blocks = group.node, None
     try:
-        with group.agreed("export device memory"):
-            block = accelerator.export(1)
-        tickets = group.node.allgather(block.ticket if block is not None else b"")
-        with group.agreed("map device memory of peers"):
-            for rank, ticket in enumerate(tickets):
-                if rank != group.node.rank:
-                    attached.append(accelerator.attach(ticket, 1))
+        blocks = PeerBlocks(group, node, accelerator, 1, "device memory")
         # Mapped is not enough: what is written now must be seen through the mapping.
-        if block is not None:
-            block.memory.fill_((group.node.rank + 1) % 256)
-            accelerator.finish()
-        group.node.Barrier()
+        blocks.parts[node.rank].fill_((node.rank + 1) % 256)
+        accelerator.finish()
+        node.Barrier()
         with group.agreed("read device memory of peers"):
-            peers = [rank for rank in range(len(tickets)) if rank != group.node.rank]
-            for rank, peer in zip(peers, attached, strict=True):
-                if int(peer.memory[0].item()) != (rank + 1) % 256:
+            for rank, part in enumerate(blocks.parts):
+                if int(part[0].item()) != (rank + 1) % 256:
                     raise CommError(
                         f"local rank {rank} wrote into its memory, and its peers do not see it"
                     )
     except CommError as error:
         return str(error)
     finally:
-        for peer in attached:
-            peer.close()
-        group.node.Barrier()
-        if block is not None:
-            block.close()
+        if blocks is not None:
+            blocks.close()
     return ""
 
 

@@ -317,6 +317,10 @@ class Collectives(ABC):
         """Bytes that this rank holds to receive peers' blocks."""
         return self.memory.current.get("exchange", 0)
 
+    def drain(self) -> None:
+        """Finish what this rank has put off, which its peers may wait for. Not collective."""
+        return
+
     def close(self) -> None:
         """Free communicators and datatypes. Collective."""
         return

@@ -28,8 +28,8 @@ from hpczero.comm.background import Background
 from hpczero.comm.calls import Work
 from hpczero.comm.collectives import Collectives, SecondaryCopy, shard_group
 from hpczero.comm.devices import Reach
-from hpczero.comm.inside import IN_TURN, MessageLevel, NodeLevel, Parts
-from hpczero.comm.peers import Ipc
+from hpczero.comm.inside import MessageLevel, NodeLevel, Parts
+from hpczero.comm.peers import IN_TURN, Ipc
 from hpczero.comm.rails import DEFAULT, BetweenLevel, Rails, Selection
 from hpczero.comm.window import Window
 from hpczero.errors import TopologyError
@@ -220,28 +220,10 @@ class Hierarchical(Collectives):
         """How ranks of this node exchange data. Collective over the group."""
         if group.node.size == 1 or inside == "messages":
             return messages
+        overlap = self._background is not None
         if inside == "ipc":
-            return Ipc(
-                group,
-                self.memory,
-                self.reach.accelerator,
-                messages,
-                drain=lambda: self._finish_until(None),
-                waiting=self.waiting,
-                overlap=self._background is not None,
-            )
-        return self._window(group, messages, shares_wholes=shares_wholes)
-
-    def _window(self, group: Group, messages: NodeLevel, *, shares_wholes: bool) -> Window:
-        return Window(
-            group,
-            self.memory,
-            messages,
-            drain=lambda: self._finish_until(None),
-            waiting=self.waiting,
-            overlap=self._background is not None,
-            shares_wholes=shares_wholes,
-        )
+            return Ipc(self, messages, overlap=overlap)
+        return Window(self, messages, overlap=overlap, shares_wholes=shares_wholes)
 
     @override
     def allocate(
@@ -396,11 +378,12 @@ class Hierarchical(Collectives):
         self._put_off.append(work)
         while len(self._put_off) > PUT_OFF:
             self._put_off.popleft().wait()
-        return Work(name, lambda: self._finish_until(work))
+        return Work(name, lambda: self.drain(work))
 
-    def _finish_until(self, work: Work | None) -> None:
-        """Finish what was put off, oldest first, up to ``work``; None finishes everything."""
-        while self._put_off and (work is None or work in self._put_off):
+    @override
+    def drain(self, until: Work | None = None) -> None:
+        """Finish what was put off, oldest first, up to ``until``; None finishes everything."""
+        while self._put_off and (until is None or until in self._put_off):
             self._put_off.popleft().wait()
 
     def _sum_in_node(
@@ -421,7 +404,7 @@ class Hierarchical(Collectives):
 
     def close(self) -> None:
         """Free counters, datatypes and scratch. Collective."""
-        self._finish_until(None)
+        self.drain()
         if self._background is not None:
             self._background.close()
         self._rails.close()

@@ -1,8 +1,6 @@
-"""The node level by peers' memory: each rank exports one block, and the others of its node read from it.
+"""Node levels whose ranks read each other's gradients, and the one that exports a block of each rank to its peers.
 
-Owns: the block, its mapping by peers, the places through which whole parameters are handed on. Must not know: other
-nodes, the order of sums, units. On devices this is CUDA IPC and the copy engines. On the host it is shared memory, the
-twin.
+On devices the blocks are CUDA IPC and the copy engines move them. On the host they are shared memory, the twin.
 
     all-gather       own part into a place of one's block | told | each pulls the others' parts
     reduce-scatter   the gradient lies in a place of one's block | told | each sums its part straight out of all blocks
@@ -16,228 +14,388 @@ No rank fills the place of n again, for n + 2, without having pulled every rank'
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.accelerator import Accelerator, Attached, MemoryExport
-from hpczero.comm.inside import Counters, Ground, NodeLevel, Parts, Places
-from hpczero.job.group import Group
-from hpczero.memory.buffers import Buffer, Memory, Use
+from hpczero.comm.collectives import Collectives
+from hpczero.comm.inside import PAGE, Counters, NodeLevel, Parts, PeerBlocks
+from hpczero.memory.buffers import Buffer, Use, lasting
+from hpczero.memory.pages import padded
 from hpczero.plan.footprint import PLACE_ALIGNMENT, PULLED_IN_TURN, pulled_nbytes
 
-# Gradients that the ranks of a node read out of each other's memory.
-#
-# [Note: Who may touch a gradient]
-# A rank fills a place in its own part of the ground and tells the node where it lies (``reading``). It then reads the
-# others' places, and says when it has. A place is filled again only when all ranks have read it. On a device a rank
-# tells only what the device has done: it waits for the device first (accelerator/base.py: [Note: Two clocks]).
-
 LOCATIONS = 8  # reductions that a rank may start before its peers have read the first of them
-# Columns of the counters: gradients ready, gradients read, then where gradients lie.
-GRADIENT_COLUMNS = 2 + LOCATIONS
+# Columns of the counters: gathers begun, gradients ready, gradients read, then where gradients lie.
+GATHERED, READY, READ, LOCATION = range(4)
+COLUMNS = LOCATION + LOCATIONS
 
 
-class SharedGradients:
-    """Gradients of one transport on one node. Methods are collective over the node unless they say otherwise."""
+class SharedLevel(NodeLevel):
+    """A level whose ranks read each other's gradients. Buffers that lie elsewhere move by messages.
+
+    Attributes:
+        group: borrowed; its node is the level's.
+        accelerator: the gradients are its memory.
+        counters: what each rank of the node has done; None before ``settle``.
+    """
+
+    most_nbytes = 2**62  # nothing is copied to be summed
 
     def __init__(
         self,
-        group: Group,
-        memory: Memory,
-        accelerator: Accelerator,
+        transport: Collectives,
+        messages: NodeLevel,
         *,
-        drain: Callable[[], None],
-        waiting: Callable[[], AbstractContextManager[object]],
-        first_column: int,
+        overlap: bool = False,
         tells_late: bool = False,
     ) -> None:
         """Not collective.
 
         Args:
-            group: borrowed.
-            memory: ledger of buffers.
-            accelerator: the gradients are its memory.
-            drain: enters every block of ``reading`` that was put off.
-            waiting: context around a wait for other ranks (``Collectives.waiting``).
-            first_column: first of the ``COLUMNS`` columns of the counters that are used.
+            transport: whose level it is.
+            messages: moves buffers that lie elsewhere; closed by ``close``.
+            overlap: whether one thread calls ``reading`` and releases buffers, and another calls ``spread`` and enters
+                the blocks of ``reading``, in the order of those calls.
             tells_late: whether peers are told where a gradient lies when the block of ``reading`` is entered, instead
                 of by the call. The thread that enters it may wait for the device.
         """
-        self._node = group.node
-        self._group = group
-        self._accelerator = accelerator
-        self._drain = drain
-        self._waiting = waiting
-        self._ready, self._read = first_column, first_column + 1
-        self._location = first_column + 2
+        super().__init__(transport.group.node, transport.memory, device=transport.device)
+        self.group, self.accelerator = transport.group, transport.reach.accelerator
+        self.counters: Counters | None = None
+        self._transport, self._messages = transport, messages
+        self._overlap = overlap
+        self._gradients = SharedGradients(self, tells_late=tells_late)
+        self._gathers = 0
+
+    @override
+    def allocate(
+        self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
+    ) -> Buffer:
+        if use is Use.REDUCE:
+            return self._gradients.allocate(numel, dtype, category=category, keep=keep)
+        return super().allocate(numel, dtype, category=category, use=use, keep=keep)
+
+    @override
+    def shares(self, full: Tensor, use: Use) -> bool:
+        if self.counters is None:
+            return False
+        return self._shares_whole(full) if use is Use.GATHER else self._gradients.fits(full)
+
+    @abstractmethod
+    def _shares_whole(self, full: Tensor) -> bool:
+        """As ``shares``, for whole parameters."""
+
+    @override
+    def spread(self, full: Tensor) -> Callable[[], None] | None:
+        if self.counters is None or not self._shares_whole(full):
+            return self._messages.spread(full)
+        self._gathers += 1
+        return self._spread(full, self._gathers, self.counters)
+
+    @abstractmethod
+    def _spread(self, full: Tensor, number: int, counters: Counters) -> Callable[[], None] | None:
+        """As ``spread``, without a message; the ``number``-th time."""
+
+    @override
+    def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
+        if not self.shares(full, Use.REDUCE):
+            return self._messages.reading(full)
+        return self._gradients.reading(full)
+
+    def wait_until(self, reached: Callable[[], bool], what: str) -> None:
+        """Return when the counters of peers have ``reached`` something; ``what`` says for the watchdog what it is."""
+        if reached():
+            return
+        with self._transport.waiting():
+            self._transport.drain()  # peers may wait for what this rank has put off
+            if not reached():
+                assert self.counters is not None, "settled"
+                with self.group.watchdog.collective(what):
+                    self.counters.wait_until(reached)
+
+    @override
+    def close(self) -> None:
+        self._gradients.close()
+        if self.counters is not None:
+            self.counters.free()
+            self.counters = None
+        self._messages.close()
+
+
+# Where a rank's gradients lie so that its node can read them.
+#
+# [Note: Places]
+# Most gradients live from a unit's backward to its reduction, so two places serve all units in turn. The buffer that
+# was asked for first has a place of its own. It is the root unit's, whose first gradient comes early and whose last
+# comes late. Backward may reach units in another order than they are reduced, and a unit may then find its place taken.
+# Its gradient goes to private memory and moves to the spare place when its turn has come. Gradients that are kept
+# (stage 1) have a place each. ``Plan.memory`` counts by the same rule.
+#
+# [Note: Who may touch a gradient]
+# A rank fills a place in its own part and tells the node where it lies (``reading``). It then reads the others' places,
+# and says when it has. A place is filled again only when all ranks have read it. On a device a rank tells only what the
+# device has done: it waits for the device first (accelerator/base.py: [Note: Two clocks]).
+
+IN_TURN = 2
+
+
+@dataclass(eq=False)
+class BufferPlace:
+    """Some bytes of this rank's part that one gradient at a time may hold.
+
+    Attributes:
+        start: first byte in this rank's part.
+        nbytes: number of bytes.
+        is_kept: whether it belongs to a gradient that is kept; its bytes are counted there.
+        claimed: number of these bytes that have memory behind them.
+        taken: whether a gradient holds it.
+        reduction: number of the last reduction that read it.
+    """
+
+    start: int
+    nbytes: int
+    is_kept: bool
+    claimed: int = 0
+    taken: bool = False
+    reduction: int = 0
+
+
+class GradientBuffer(Buffer):
+    """One unit's local gradient. It lies in a place if it has one that is free, in private memory otherwise."""
+
+    def __init__(
+        self, gradients: SharedGradients, numel: int, dtype: torch.dtype, category: str, keep: bool
+    ) -> None:
+        self.tensor = lasting(0, dtype, gradients.device)
+        self.place: BufferPlace | None = None
+        self.keeps = keep
+        self._gradients = gradients
+        self._numel, self._dtype = numel, dtype
+        self._nbytes = numel * dtype.itemsize
+        self._memory, self._category = gradients.memory, category
+        self._held = False
+        self._in: BufferPlace | None = None  # the place, while the gradient lies there
+        if keep:
+            self._memory.add(category, self._nbytes)
+
+    @override
+    def take(self) -> None:
+        """Take the memory. Waits until a place that was read before may be written again."""
+        if self._held:
+            return
+        if self.place is not None and not self.place.taken:
+            self._in = self.place
+            self._gradients.take(self._in, self._nbytes)
+            self.tensor = self._gradients.view(self._in, self._numel, self._dtype)
+        else:
+            self.tensor = lasting(self._numel, self._dtype, self._gradients.device)
+            self._memory.add(self._category, self._nbytes)
+        self._held = True
+
+    @override
+    def release(self) -> None:
+        if not self._held:
+            return
+        self._held = False
+        if self._in is not None:
+            self._in.taken = False
+            self._in = None
+        else:
+            self._memory.add(self._category, -self._nbytes)
+        self.tensor = lasting(0, self._dtype, self._gradients.device)
+
+
+class SharedGradients:
+    """Gradients of one level. Methods are collective over the node unless they say otherwise.
+
+    Attributes:
+        memory: ledger. Places that are not kept count as ``exchange`` from their first use, or from the start where all
+            of them have memory.
+        device: of gradients that have no place.
+    """
+
+    def __init__(self, level: SharedLevel, *, tells_late: bool) -> None:
+        """Not collective; ``tells_late``: as of ``SharedLevel``."""
+        self.memory, self.device = level.memory, level.device
+        self._level, self._rank = level, level.comm.rank
         self._tells_late = tells_late
-        self._places = Places(
-            self._node.rank,
-            memory,
-            wait_until_read=self._wait_until_read,
-            device=accelerator.device,
-        )
-        self._counters: Counters | None = None
+        self._buffers: list[GradientBuffer] = []
+        self._places: list[BufferPlace] = []
+        self._spare: BufferPlace | None = None
+        self._by_address: dict[int, BufferPlace] = {}
+        self._parts: Sequence[Tensor] = ()
+        self._claim: Callable[[int, int], None] | None = None
         self._reductions = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, *, category: str, keep: bool) -> Buffer:
-        """A buffer as of ``Collectives.allocate`` with ``Use.REDUCE``.
+        """A buffer as of ``Collectives.allocate`` with ``Use.REDUCE``, whose memory comes later.
 
-        Not collective, but equal on all ranks of the node.
+        Not collective, but equal on all ranks of the node. A buffer that is asked for when all places are laid out has
+        no place.
         """
-        return self._places.allocate(numel, dtype, category=category, keep=keep)
+        if self._parts and keep:
+            return Buffer(
+                numel, dtype, memory=self.memory, category=category, keep=True, device=self.device
+            )
+        buffer = GradientBuffer(self, numel, dtype, category, keep)
+        self._buffers.append(buffer)
+        return buffer
 
     def lay_out(self) -> int:
-        """Lay all buffers out, once they are asked for. Returns the bytes of each rank's part. Not collective."""
-        return self._places.lay_out()
+        """Give every buffer its place. Returns the bytes of each rank's part. Not collective."""
+        own = [buffer for buffer in self._buffers if buffer.keeps]
+        rest = [buffer for buffer in self._buffers if not buffer.keeps]
+        sharers = [[buffer] for buffer in (*own, *rest[:1])]
+        sharers += [rest[1 + turn :: IN_TURN] for turn in range(IN_TURN)]
+        for buffers in sharers:
+            place = self._append(buffers)
+            for buffer in buffers:
+                buffer.place = place
+        if rest:
+            self._spare = self._append(rest)
+        return sum(place.nbytes for place in self._places)
 
-    def open(self, ground: Ground, counters: Counters) -> None:
-        """Use the ground and the counters from now on. Not collective."""
-        self._counters = counters
-        self._places.open(ground)
+    def _append(self, buffers: Sequence[GradientBuffer]) -> BufferPlace:
+        start = sum(place.nbytes for place in self._places)
+        nbytes = max((padded(buffer.nbytes, PAGE) for buffer in buffers), default=0)
+        place = BufferPlace(start, nbytes, is_kept=any(buffer.keeps for buffer in buffers))
+        self._places.append(place)
+        return place
+
+    def open(
+        self, parts: Sequence[Tensor], claim: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Use memory of the node from now on. Not collective.
+
+        Args:
+            parts: (nbytes,) uint8 of every rank of the node; the places begin at the start of each.
+            claim: has memory behind bytes of this rank's part, given the first and the last; None where it is there.
+        """
+        self._parts, self._claim = parts, claim
+        start = parts[self._rank].data_ptr()
+        self._by_address = {start + place.start: place for place in self._places if place.nbytes}
+        for place in self._places if claim is None else ():  # the spare one too, used or not
+            if not place.is_kept:
+                self.memory.add("exchange", place.nbytes)
+            place.claimed = place.nbytes
 
     def close(self) -> None:
-        """Stop to point into the ground. Not collective. The counters stay the caller's."""
-        self._counters = None
-        self._places.close()
+        """Stop to point into memory of the node. Not collective."""
+        self._parts, self._claim = (), None
+        for buffer in self._buffers:
+            buffer.tensor = torch.empty(0, dtype=buffer.tensor.dtype, device=self.device)
+
+    def view(self, place: BufferPlace, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) of ``dtype`` in this rank's ``place``; no copy."""
+        return self._view_of(self._rank, place.start, numel, dtype)
+
+    def _view_of(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._parts[rank][start : start + numel * dtype.itemsize].view(dtype)
+
+    def take(self, place: BufferPlace, nbytes: int) -> None:
+        """Hold ``place`` and have memory behind it. Its last readers have read it on return."""
+        if place.claimed < nbytes:
+            assert self._claim is not None, "else all is claimed"
+            self._claim(place.start, place.start + nbytes)
+            if not place.is_kept:
+                self.memory.add("exchange", nbytes - place.claimed)
+            place.claimed = nbytes
+        self._wait_until_read(place.reduction)
+        place.taken = True
 
     def fits(self, full: Tensor) -> bool:
-        """Whether peers can see ``full``. Not collective, but the same on all ranks of the node."""
-        return self._counters is not None and self._places.fits(full)
+        """Whether peers can see ``full``. Not collective, but the same on all ranks for the same size."""
+        if self._spare is None:
+            return full.data_ptr() in self._by_address
+        return full.numel() * full.element_size() <= self._spare.nbytes
 
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
         """Context: ``Parts`` of every rank's ``full``, which fits into one place."""
-        assert self._counters is not None, "opened"
         self._reductions = number = self._reductions + 1
         self._wait_until_read(number - LOCATIONS)  # the number before in the same column
-        location = self._places.locate(full, number)
+        location = self._locate(full, number)
         if not self._tells_late:
             self._tell(number, location)
         return self._reading(number, location, full.numel(), full.dtype)
 
+    def _locate(self, full: Tensor, reduction: int) -> int:
+        """Byte in this rank's part where the node finds ``full``, which is moved to the spare place if necessary."""
+        place = self._by_address.get(full.data_ptr())
+        if place is not None:
+            place.reduction = reduction
+            return place.start
+        spare = self._spare
+        assert spare is not None, "fits"
+        self.take(spare, full.numel() * full.element_size())
+        self.view(spare, full.numel(), full.dtype).copy_(full)
+        spare.taken, spare.reduction = False, reduction
+        return spare.start
+
     def _tell(self, number: int, location: int) -> None:
-        assert self._counters is not None, "opened"
-        self._accelerator.finish()
-        self._counters.publish(self._location + number % LOCATIONS, location)
-        self._counters.publish(self._ready, number)
+        counters = self._level.counters
+        assert counters is not None, "settled"
+        self._level.accelerator.finish()
+        counters.publish(LOCATION + number % LOCATIONS, location)
+        counters.publish(READY, number)
 
     @contextmanager
     def _reading(
         self, number: int, location: int, numel: int, dtype: torch.dtype
     ) -> Iterator[Parts]:
-        counters, places = self._counters, self._places
-        assert counters is not None, "opened"
+        counters = self._level.counters
+        assert counters is not None, "settled"
         if self._tells_late:
             self._tell(number, location)
-        counters.wait(self._ready, number)
-        column = self._location + number % LOCATIONS
+        counters.wait(READY, number)
+        column = LOCATION + number % LOCATIONS
         peers = [
-            places.view_of(rank, counters.read(rank, column), numel, dtype)
-            for rank in range(self._node.size)
+            self._view_of(rank, counters.read(rank, column), numel, dtype)
+            for rank in range(len(self._parts))
         ]
 
         def parts(start: int, count: int) -> list[Tensor]:
             return [peer[start : start + count] for peer in peers]
 
         yield parts
-        self._accelerator.finish()
-        counters.publish(self._read, number)
+        self._level.accelerator.finish()
+        counters.publish(READ, number)
 
     def _wait_until_read(self, reduction: int) -> None:
-        if self._counters is None or self._counters.reached(self._read, reduction):
-            return
-        what = f"waiting for peers to read gradient {reduction}"
-        with self._waiting():
-            self._drain()  # this rank may be the one that has not read
-            if not self._counters.reached(self._read, reduction):
-                with self._group.watchdog.collective(what):
-                    self._counters.wait(self._read, reduction)
+        counters = self._level.counters
+        if counters is not None:
+            self._level.wait_until(
+                lambda: counters.reached(READ, reduction),
+                f"waiting for peers to read gradient {reduction}",
+            )
 
 
-# Columns of the counters: parts that may be pulled, then those of gradients.
-OFFERED, FIRST_GRADIENT = range(2)
-COLUMNS = FIRST_GRADIENT + GRADIENT_COLUMNS
-
-
-class ExportGround(Ground):
-    """Every rank's block as this rank sees it. Gradients lie at its beginning."""
-
-    is_whole = True
-
-    def __init__(self, parts: list[Tensor]) -> None:
-        self.parts = parts
-
-    @override
-    def part(self, rank: int) -> Tensor:
-        return self.parts[rank]
-
-
-class Ipc(NodeLevel):
-    """Ranks of one node that read each other's device memory. What does not fit moves by messages."""
+class Ipc(SharedLevel):
+    """Ranks of one node that read each other's device memory."""
 
     title = "peers' memory"
-    most_nbytes = 2**62  # nothing is copied to be summed
 
-    def __init__(
-        self,
-        group: Group,
-        memory: Memory,
-        accelerator: Accelerator,
-        messages: NodeLevel,
-        *,
-        drain: Callable[[], None],
-        waiting: Callable[[], AbstractContextManager[object]],
-        overlap: bool = False,
-    ) -> None:
-        """Not collective.
-
-        Args:
-            group: borrowed.
-            memory: ledger of buffers.
-            accelerator: of this rank; ranks of a node may share one device.
-            messages: moves buffers that do not fit; closed by ``close``.
-            drain: enters every block of ``reading`` that was put off.
-            waiting: context around a wait for other ranks (``Collectives.waiting``).
-            overlap: as in ``Window``.
-        """
-        super().__init__(group.node, memory, device=accelerator.device)
-        self._group = group
-        self._accelerator = accelerator
-        self._messages = messages
-        self._overlap = overlap
-        self._gradients = SharedGradients(
-            group,
-            memory,
-            accelerator,
-            drain=drain,
-            waiting=waiting,
-            first_column=FIRST_GRADIENT,
-            tells_late=overlap,
-        )
+    def __init__(self, transport: Collectives, messages: NodeLevel, *, overlap: bool) -> None:
+        """Not collective. Arguments as of ``SharedLevel``; ranks of a node may share one device."""
+        super().__init__(transport, messages, overlap=overlap, tells_late=overlap)
         self._part_nbytes: list[int] = []
         self._place_nbytes = 0
         self._first_place = 0
-        self._block: MemoryExport | None = None
-        self._attached: list[Attached] = []
-        self._parts: list[Tensor] = []
-        self._counters: Counters | None = None
-        self._spreads = 0
+        self._blocks: PeerBlocks | None = None
 
+    @override
     def allocate(
         self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
     ) -> Buffer:
-        """A buffer as of ``Collectives.allocate``. ``settle`` exports what all buffers need together."""
-        if use is Use.REDUCE:
-            return self._gradients.allocate(numel, dtype, category=category, keep=keep)
         if use is Use.GATHER:
             self._part_nbytes.append(numel * dtype.itemsize // self.comm.size)
         return super().allocate(numel, dtype, category=category, use=use, keep=keep)
 
+    @override
     def settle(self) -> None:
         """Export this rank's block and map those of its peers. Collective over the group.
 
@@ -246,75 +404,40 @@ class Ipc(NodeLevel):
         """
         places = pulled_nbytes(self._part_nbytes)
         self._place_nbytes = places // PULLED_IN_TURN
-        self._first_place = -(-self._gradients.lay_out() // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
+        self._first_place = padded(self._gradients.lay_out(), PLACE_ALIGNMENT)
         nbytes = self._first_place + places
-        with self._group.agreed("export memory to the ranks of the node"):
-            self._block = self._accelerator.export(nbytes)
-        block = self._block
-        assert block is not None, "exported"
-        tickets = self.comm.allgather((block.ticket, nbytes))
-        with self._group.agreed("map the memory of the ranks of the node"):
-            for rank, (ticket, size) in enumerate(tickets):
-                if rank == self.comm.rank:
-                    self._parts.append(block.memory)
-                else:
-                    self._attached.append(self._accelerator.attach(ticket, size))
-                    self._parts.append(self._attached[-1].memory)
-        self.comm.Barrier()
-        block.seal()
+        self._blocks = PeerBlocks(self.group, self.comm, self.accelerator, nbytes)
         self.memory.add("exchange", places)
-        self._counters = Counters(self.comm, COLUMNS, naps=self._overlap)
-        self._gradients.open(ExportGround(self._parts), self._counters)
+        self.counters = Counters(self.comm, COLUMNS, naps=self._overlap)
+        self._gradients.open(self._blocks.parts)
 
     @override
-    def shares(self, full: Tensor, use: Use) -> bool:
-        if self._counters is None:
-            return False
-        if use is Use.GATHER:
-            nbytes = full.numel() * full.element_size() // self.comm.size
-            return 0 < nbytes <= self._place_nbytes
-        return self._gradients.fits(full)
+    def _shares_whole(self, full: Tensor) -> bool:
+        nbytes = full.numel() * full.element_size() // self.comm.size
+        return 0 < nbytes <= self._place_nbytes
 
-    def spread(self, full: Tensor) -> Callable[[], None] | None:
+    @override
+    def _spread(self, full: Tensor, number: int, counters: Counters) -> Callable[[], None] | None:
         """Copy peers' parts out of their memory ([Note: One copy more])."""
-        counters, comm = self._counters, self.comm
-        if counters is None or not self.shares(full, Use.GATHER):
-            return self._messages.spread(full)
-        self._spreads = number = self._spreads + 1
+        assert self._blocks is not None, "settled"
+        comm, parts = self.comm, self._blocks.parts
         flat = full.view(torch.uint8)
         nbytes = len(flat) // comm.size
         start = self._first_place + number % PULLED_IN_TURN * self._place_nbytes
         place = slice(start, start + nbytes)
-        self._parts[comm.rank][place].copy_(flat[comm.rank * nbytes :][:nbytes])
-        self._accelerator.finish()
-        counters.publish(OFFERED, number)
+        parts[comm.rank][place].copy_(flat[comm.rank * nbytes :][:nbytes])
+        self.accelerator.finish()
+        counters.publish(GATHERED, number)
         for distance in range(1, comm.size):  # not everybody from the same peer at once
             peer = (comm.rank + distance) % comm.size
-            counters.wait_for(peer, OFFERED, number)
-            flat[peer * nbytes :][:nbytes].copy_(self._parts[peer][place], non_blocking=True)
-        self._accelerator.finish()
+            counters.wait_for(peer, GATHERED, number)
+            flat[peer * nbytes :][:nbytes].copy_(parts[peer][place], non_blocking=True)
+        self.accelerator.finish()
         return None
 
     @override
-    def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
-        if not self.shares(full, Use.REDUCE):
-            return self._messages.reading(full)
-        return self._gradients.reading(full)
-
-    @override
     def close(self) -> None:
-        if self._counters is not None:
-            self._gradients.close()
-        self._parts.clear()
-        for attached in self._attached:  # some of them, where ``settle`` failed
-            attached.close()
-        self._attached.clear()
-        if self._counters is not None:
-            self.comm.Barrier()  # nobody has it mapped when its owner gives it back
-            self._counters.free()
-            self._counters = None
-        if self._block is not None:
-            with contextlib.suppress(Exception):  # the job ends; the driver takes it back anyway
-                self._block.close()
-            self._block = None
-        self._messages.close()
+        super().close()
+        if self._blocks is not None:
+            self._blocks.close()
+            self._blocks = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import platform
 import sys
@@ -19,9 +18,9 @@ from mpi4py import MPI
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.accelerator import Accelerator, Attached, Mark, accelerator_of
+from hpczero.accelerator import Accelerator, Mark, accelerator_of
 from hpczero.comm.calls import CommStats
-from hpczero.comm.inside import Counters
+from hpczero.comm.inside import Counters, PeerBlocks
 from hpczero.errors import CommError
 from hpczero.job.group import Group
 from hpczero.job.messages import hand_out
@@ -368,23 +367,10 @@ class SharedPath(Path):
         """
         super().__init__(group, room_nbytes)
         self._accelerator = accelerator
-        self._attached: list[Attached] = []
-        self._blocks: list[Tensor] = []
         self._exchanges = 0
         self._read: Mark = accelerator.mark()
         nbytes = HALVES * self.room_nbytes
-        with group.agreed("export memory for activations to the ranks of the node"):
-            self._block = accelerator.export(nbytes)
-        tickets = group.comm.allgather(self._block.ticket)
-        with group.agreed("map the memory for activations of the ranks of the node"):
-            for rank, ticket in enumerate(tickets):
-                if rank == group.rank:
-                    self._blocks.append(self._block.memory)
-                else:
-                    self._attached.append(accelerator.attach(ticket, nbytes))
-                    self._blocks.append(self._attached[-1].memory)
-        group.comm.Barrier()
-        self._block.seal()
+        self._blocks = PeerBlocks(group, group.comm, accelerator, nbytes, "memory for activations")
         self._counters = Counters(group.comm, COLUMNS)
         self._bell = Bell(group.comm, self._counters, EXCHANGES)
 
@@ -406,7 +392,7 @@ class SharedPath(Path):
         for index, part in enumerate(parts):
             if part.numel():
                 at = first + index * room
-                place = self._blocks[group.rank][at : at + part.numel() * dtype.itemsize]
+                place = self._blocks.parts[group.rank][at : at + part.numel() * dtype.itemsize]
                 place.view(dtype).view(part.shape).copy_(part)
         self._read.wait()  # another lane may have read the last rows
         self._accelerator.finish()
@@ -425,7 +411,7 @@ class SharedPath(Path):
         at = first if whole else first + group.rank * room
         own = parts[0 if whole else group.rank].numel()
         rows = []
-        for other, block in zip(calls, self._blocks, strict=True):
+        for other, block in zip(calls, self._blocks.parts, strict=True):
             numel = found_numel(other, own, room // dtype.itemsize, start, whole=whole)
             rows.append(block[at : at + numel * dtype.itemsize].view(dtype))
         return calls, rows
@@ -437,14 +423,8 @@ class SharedPath(Path):
     @override
     def close(self) -> None:
         self._accelerator.finish()
-        self._blocks.clear()
-        for attached in self._attached:
-            attached.close()
-        self._attached.clear()
-        self.group.comm.Barrier()  # nobody has it mapped when its owner gives it back
+        self._blocks.close()
         self._counters.free()
-        with contextlib.suppress(Exception):  # the job ends; the driver takes it back anyway
-            self._block.close()
 
 
 # Sums, gathers and parts of activations over ranks that share each layer's products.

@@ -30,6 +30,7 @@ from hpczero.comm.devices import HostReach, Reach, StepsUnderWay
 from hpczero.comm.hierarchical import Hierarchical, Inside
 from hpczero.comm.inside import NodeLevel, Parts
 from hpczero.comm.rails import DEFAULT, BetweenLevel, Selection, sum_of_node, sum_of_nodes
+from hpczero.comm.window import Window
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Memory, Scratch, Use
@@ -405,7 +406,9 @@ class Uneven(Hierarchical):
         if inside == "messages":
             return messages
         # Where one node shares memory all do, a node of one rank too: they agree on whether there is enough of it.
-        return self._window(group, messages, shares_wholes=shares_wholes)
+        return Window(
+            self, messages, overlap=self._background is not None, shares_wholes=shares_wholes
+        )
 
     @property
     @override

@@ -1,15 +1,13 @@
 """The node level in shared memory: whole parameters once per node, gradients summed straight out of peers' buffers.
 
-Owns: the segments and who may touch what when. Must not know: other nodes, the order of sums, units.
-
 [Note: Who may touch what]
 Whole parameters (``Use.GATHER``): a rank writes its own part only, and only when no rank reads it. The order of a
 training step sees to that: an update comes after an agreement of all ranks that their backward is over. ``spread`` only
 waits for all ranks.
 
-Buffers that are given back between uses: passing.py.
+Buffers that are given back between uses: [Note: Where whole parameters lie].
 
-Gradients (``Use.REDUCE``): gradients.py, [Note: Who may touch a gradient].
+Gradients (``Use.REDUCE``): peers.py, [Note: Who may touch a gradient].
 """
 
 from __future__ import annotations
@@ -17,28 +15,16 @@ from __future__ import annotations
 import mmap
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.accelerator import HostAccelerator
-from hpczero.comm import peers
-from hpczero.comm.inside import (
-    NOTHING,
-    PAGE,
-    Counters,
-    Ground,
-    NodeLevel,
-    Parts,
-    Segment,
-    addresses,
-    map_at,
-)
+from hpczero.comm.collectives import Collectives
+from hpczero.comm.inside import NOTHING, PAGE, Counters, NodeLevel, Segment, addresses, map_at
+from hpczero.comm.peers import COLUMNS, GATHERED, SharedLevel
 from hpczero.errors import CommError
-from hpczero.job.group import Group
 from hpczero.memory.buffers import Buffer, Memory, Use
 from hpczero.memory.pages import padded
 
@@ -190,7 +176,7 @@ class Addresses:
 # others.
 
 # Columns of each buffer: which use a rank has released, and where the first rank has put it.
-RELEASED, PLACE, COLUMNS = 0, 1, 2
+RELEASED, PLACE, EACH = 0, 1, 2
 GENERATION, FRESH = 33, 1 << 32  # bits of what the first rank tells: generation, fresh, page
 
 
@@ -209,8 +195,6 @@ class PassingBuffer(Buffer):
         number: int,
         numel: int,
         dtype: torch.dtype,
-        *,
-        memory: Memory,
         category: str,
     ) -> None:
         """Not collective. Nothing is held yet, so that not all units are held at once."""
@@ -218,8 +202,8 @@ class PassingBuffer(Buffer):
         self.tensor = self.addresses.bytes.view(dtype)
         self.number, self.whole_nbytes = number, numel * dtype.itemsize
         self.generation = 0
-        self._passing, self._memory, self._category = passing, memory, category
-        self._nbytes = -(-self.whole_nbytes // passing.ranks)
+        self._passing, self._memory, self._category = passing, passing.level.memory, category
+        self._nbytes = -(-self.whole_nbytes // passing.level.comm.size)
         self._held = False
 
     @override
@@ -242,61 +226,41 @@ class PassingBuffer(Buffer):
 class Passing:
     """All such buffers of one transport on this rank; methods are not collective unless they say so."""
 
-    def __init__(
-        self,
-        group: Group,
-        memory: Memory,
-        *,
-        drain: Callable[[], None],
-        waiting: Callable[[], AbstractContextManager[object]],
-        first_column: int,
-    ) -> None:
-        """Arguments as of ``Window``; ``first_column``: of the counters."""
-        self._group, self._node, self._memory = group, group.node, memory
-        self._drain, self._waiting = drain, waiting
+    def __init__(self, level: Window, first_column: int) -> None:
+        """Not collective. The counters of ``level`` have ``columns`` columns for it, from ``first_column`` on."""
+        self.level = level
         self._first = first_column
         self._buffers: list[PassingBuffer] = []
         self._taken: set[int] = set()  # numbers of those that have a slot, as the first rank knows
-        self._counters: Counters | None = None
         self.segment: Segment | None = None
         self._slots: WindowSlots | None = None  # of the first rank
 
     @property
-    def ranks(self) -> int:
-        """Of the node."""
-        return self._node.size
-
-    @property
     def columns(self) -> int:
         """Of the counters, for all buffers together."""
-        return COLUMNS * len(self._buffers)
+        return EACH * len(self._buffers)
 
     def allocate(self, numel: int, dtype: torch.dtype, *, category: str) -> PassingBuffer:
         """As of ``Collectives.allocate``, equal on all ranks; nothing is held until it is taken."""
         number = len(self._buffers)
-        buffer = PassingBuffer(self, number, numel, dtype, memory=self._memory, category=category)
+        buffer = PassingBuffer(self, number, numel, dtype, category)
         self._buffers.append(buffer)
         return buffer
 
-    def open(self, counters: Counters) -> None:
+    def open(self) -> None:
         """All buffers have been asked for. Collective over the group.
 
         Raises:
             CommError: memory cannot be shared; on every rank.
         """
-        self._counters = counters
         if not self._buffers:
             return
         nbytes = sum(padded(buffer.whole_nbytes, PAGE) for buffer in self._buffers)
-        with self._group.agreed("share memory for parameters"):
+        with self.level.group.agreed("share memory for parameters"):
             what = f"{nbytes:,} bytes of parameters"
-            self.segment = Segment.create(self._node, nbytes, what, mapped=False)
-        if self._node.rank == 0:
+            self.segment = Segment.create(self.level.comm, nbytes, what, mapped=False)
+        if self.level.comm.rank == 0:
             self._slots = WindowSlots(self.segment)
-
-    def close(self) -> None:
-        """The counters go."""
-        self._counters = None
 
     def show(self, buffer: PassingBuffer) -> None:
         """Put memory behind ``buffer``, the same on all ranks of the node. See [Note: Where whole parameters lie].
@@ -309,11 +273,11 @@ class Passing:
         buffer.addresses.show(self.segment.file, slot)
         if slot.fresh:
             part = buffer.nbytes
-            begin = slot.begin + self._node.rank * part
+            begin = slot.begin + self.level.comm.rank * part
             self.segment.claim(begin, min(begin + part, slot.begin + buffer.whole_nbytes))
 
     def _slot(self, buffer: PassingBuffer) -> WindowSlot:
-        counters = self._counters
+        counters = self.level.counters
         assert counters is not None, "settled"
         column = self._column(buffer.number, PLACE)
         if self._slots is not None:
@@ -323,34 +287,32 @@ class Passing:
             counters.publish(column, _told(buffer.generation, slot))
             return slot
         least = buffer.generation << GENERATION
-        if counters.read(0, column) < least:
-            with self._waiting():
-                self._drain()  # the first rank may wait for what this one has put off
-                with self._group.watchdog.collective(
-                    "waiting for the first rank of the node to unshard"
-                ):
-                    counters.wait_for(0, column, least)
+        self.level.wait_until(
+            lambda: counters.has(0, column, least),
+            "waiting for the first rank of the node to unshard",
+        )
         return _heard(counters.read(0, column))
 
     def released(self, buffer: PassingBuffer) -> None:
         """This rank has no more use for the content of ``buffer``."""
         buffer.addresses.hide()
-        if self._counters is not None:
-            self._counters.publish(self._column(buffer.number, RELEASED), buffer.generation)
+        if self.level.counters is not None:
+            self.level.counters.publish(self._column(buffer.number, RELEASED), buffer.generation)
             self._sweep()
 
     def _sweep(self) -> None:
         """Free what every rank of the node has released by now; on the first rank. Not collective."""
-        if self._slots is None or self._counters is None:
+        counters = self.level.counters
+        if self._slots is None or counters is None:
             return
         for number in list(self._taken):
             generation = self._buffers[number].generation
-            if self._counters.reached(self._column(number, RELEASED), generation):
+            if counters.reached(self._column(number, RELEASED), generation):
                 self._slots.leave(number)
                 self._taken.remove(number)
 
     def _column(self, number: int, which: int) -> int:
-        return self._first + COLUMNS * number + which
+        return self._first + EACH * number + which
 
 
 def _told(generation: int, slot: WindowSlot) -> int:
@@ -360,29 +322,6 @@ def _told(generation: int, slot: WindowSlot) -> int:
 
 def _heard(told: int) -> WindowSlot:
     return WindowSlot((told & (FRESH - 1)) * PAGE, fresh=bool(told & FRESH))
-
-
-# Columns of the counters: arrivals at spread, those of gradients, then those of whole parameters that pass.
-ARRIVED, FIRST_GRADIENT = range(2)
-FIRST_WHOLE = FIRST_GRADIENT + peers.GRADIENT_COLUMNS
-
-
-class SegmentGround(Ground):
-    """One segment, cut into as many parts as there are ranks."""
-
-    def __init__(self, segment: Segment, rank: int, nbytes: int) -> None:
-        self._segment = segment
-        self._rank = rank
-        self._nbytes = nbytes
-
-    @override
-    def part(self, rank: int) -> Tensor:
-        return self._segment.bytes[rank * self._nbytes : (rank + 1) * self._nbytes]
-
-    @override
-    def claim(self, start: int, stop: int) -> None:
-        begin = self._rank * self._nbytes
-        self._segment.claim(begin + start, begin + stop)
 
 
 class WholeBuffer(Buffer):
@@ -430,75 +369,46 @@ class WholeBuffer(Buffer):
         """It stays."""
 
 
-class Window(NodeLevel):
+class Window(SharedLevel):
     """Ranks of one node over shared memory. What is not allocated here moves by messages."""
 
     title = "shared memory"
-    most_nbytes = 2**62  # nothing is copied
 
     def __init__(
         self,
-        group: Group,
-        memory: Memory,
+        transport: Collectives,
         messages: NodeLevel,
         *,
-        drain: Callable[[], None],
-        waiting: Callable[[], AbstractContextManager[object]],
         overlap: bool = False,
         shares_wholes: bool = True,
     ) -> None:
-        """Not collective.
+        """Not collective. Arguments as of ``SharedLevel``.
 
-        Args:
-            group: borrowed.
-            memory: ledger of buffers.
-            messages: moves buffers that lie elsewhere; closed by ``close``.
-            drain: enters every block of ``reading`` that was put off.
-            waiting: context around a wait for other ranks (``Collectives.waiting``).
-            overlap: whether one thread calls ``reading`` and ``released``, and another calls ``spread`` and enters the
-                blocks of ``reading``, in the order of those calls.
-            shares_wholes: whether a node has one copy of whole parameters. False gives each rank its own, in memory
-                that is gone while they are sharded, as between nodes. A program that reads them then fails on one node
-                too.
+        ``shares_wholes`` says whether a node has one copy of whole parameters. False gives each rank its own, in memory
+        that is gone while they are sharded, as between nodes. A program that reads them then fails on one node too.
         """
-        super().__init__(group.node, memory)
-        self._group = group
-        self._messages = messages
-        self._overlap = overlap
+        super().__init__(transport, messages, overlap=overlap)
         self.shares_wholes = shares_wholes
-        self._gradients = peers.SharedGradients(
-            group,
-            memory,
-            HostAccelerator(),
-            drain=drain,
-            waiting=waiting,
-            first_column=FIRST_GRADIENT,
-        )
-        self._passing = Passing(
-            group, memory, drain=drain, waiting=waiting, first_column=FIRST_WHOLE
-        )
+        self._passing = Passing(self, first_column=COLUMNS)
         self._shared: set[int] = set()  # addresses of whole parameters that the node sees
-        self._counters: Counters | None = None
-        self._spreads = 0
 
+    @override
     def allocate(
         self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
     ) -> Buffer:
         """A buffer as of ``Collectives.allocate``. Collective over the group if the memory is shared."""
         if use is Use.GATHER and self.shares_wholes:
             return self._allocate_whole(numel, dtype, category, keep)
-        if use is Use.REDUCE:
-            return self._gradients.allocate(numel, dtype, category=category, keep=keep)
         return super().allocate(numel, dtype, category=category, use=use, keep=keep)
 
     def _allocate_whole(self, numel: int, dtype: torch.dtype, category: str, keep: bool) -> Buffer:
         whole: Buffer
         if keep:
             nbytes = numel * dtype.itemsize
-            with self._group.agreed("share memory for parameters"):
+            with self.group.agreed("share memory for parameters"):
                 segment = Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of parameters")
             rank, size = self.comm.rank, self.comm.size
-            with self._group.agreed("claim shared memory for parameters"):
+            with self.group.agreed("claim shared memory for parameters"):
                 whole = WholeBuffer(
                     segment, rank, size, numel, dtype, memory=self.memory, category=category
                 )
@@ -507,47 +417,28 @@ class Window(NodeLevel):
         self._shared.add(whole.tensor.data_ptr())
         return whole
 
+    @override
     def settle(self) -> None:
         """Lay the gradients out in shared memory. Collective over the group."""
-        columns = FIRST_WHOLE + self._passing.columns
-        self._counters = Counters(self.comm, columns, naps=self._overlap)
-        self._passing.open(self._counters)
-        each = self._gradients.lay_out()
-        nbytes = each * self.comm.size
-        with self._group.agreed("share memory for gradients"):
-            segment = Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of gradients")
-        self._gradients.open(SegmentGround(segment, self.comm.rank, each), self._counters)
+        columns = COLUMNS + self._passing.columns
+        self.counters = Counters(self.comm, columns, naps=self._overlap)
+        self._passing.open()
+        each, size = self._gradients.lay_out(), self.comm.size
+        with self.group.agreed("share memory for gradients"):
+            segment = Segment.create(self.comm, each * size, f"{each * size:,} bytes of gradients")
+        parts = [segment.bytes[rank * each : (rank + 1) * each] for rank in range(size)]
+        begin = self.comm.rank * each
+
+        def claim(start: int, stop: int) -> None:
+            segment.claim(begin + start, begin + stop)
+
+        self._gradients.open(parts, claim)
 
     @override
-    def shares(self, full: Tensor, use: Use) -> bool:
-        if self._counters is None:
-            return False
-        if use is Use.GATHER:
-            return full.data_ptr() in self._shared
-        return self._gradients.fits(full)
-
-    # --- gather --------------------------------------------------------------------------------------------------
+    def _shares_whole(self, full: Tensor) -> bool:
+        return full.data_ptr() in self._shared
 
     @override
-    def spread(self, full: Tensor) -> Callable[[], None] | None:
-        counters = self._counters
-        if counters is None or not self.shares(full, Use.GATHER):
-            return self._messages.spread(full)
-        self._spreads = arrival = self._spreads + 1
-        counters.publish(ARRIVED, arrival)
-        return lambda: counters.wait(ARRIVED, arrival)
-
-    @override
-    def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
-        if not self.shares(full, Use.REDUCE):
-            return self._messages.reading(full)
-        return self._gradients.reading(full)
-
-    @override
-    def close(self) -> None:
-        if self._counters is not None:
-            self._gradients.close()
-            self._passing.close()
-            self._counters.free()
-            self._counters = None
-        self._messages.close()
+    def _spread(self, full: Tensor, number: int, counters: Counters) -> Callable[[], None] | None:
+        counters.publish(GATHERED, number)
+        return lambda: counters.wait(GATHERED, number)
