@@ -85,27 +85,6 @@ class Blocks:
             yield Blocks(self.tensor, self.start + offset, nbytes, self.stride, self.count)
 
 
-class BlockTypes:
-    """Committed datatypes by (bytes, extent). MPI frees none by itself."""
-
-    def __init__(self) -> None:
-        self._types: dict[tuple[int, int], MPI.Datatype] = {}
-
-    def get(self, nbytes: int, extent: int) -> MPI.Datatype:
-        """A datatype of ``nbytes`` bytes that repeats every ``extent`` bytes."""
-        if (nbytes, extent) not in self._types:
-            block = MPI.BYTE.Create_contiguous(nbytes)
-            self._types[nbytes, extent] = block.Create_resized(0, extent).Commit()
-            block.Free()
-        return self._types[nbytes, extent]
-
-    def free(self) -> None:
-        """Free all datatypes. Not collective."""
-        for block in self._types.values():
-            block.Free()
-        self._types.clear()
-
-
 # How long a rank polls before it naps between polls, and how long a nap is: where ranks outnumber cores, the one that
 # polls keeps the core from the one it waits for.
 POLL_S = 100e-6
@@ -150,17 +129,28 @@ class _Algorithm:
         """
         self.comm = comm
         self.chunk_nbytes = chunk_nbytes
-        self.types = BlockTypes()
         self.messages = 0
+        # By bytes and extent, committed: MPI frees none by itself.
+        self._types: dict[tuple[int, int], MPI.Datatype] = {}
 
     @classmethod
     def fits(cls, size: int) -> bool:
         """Whether the algorithm works on ``size`` ranks."""
         return size >= 1
 
+    def type_of(self, nbytes: int, extent: int) -> MPI.Datatype:
+        """A datatype of ``nbytes`` bytes that repeats every ``extent`` bytes."""
+        if (nbytes, extent) not in self._types:
+            block = MPI.BYTE.Create_contiguous(nbytes)
+            self._types[nbytes, extent] = block.Create_resized(0, extent).Commit()
+            block.Free()
+        return self._types[nbytes, extent]
+
     def free(self) -> None:
         """Free datatypes. Not collective."""
-        self.types.free()
+        for block in self._types.values():
+            block.Free()
+        self._types.clear()
 
 
 class Gather(_Algorithm, ABC):
@@ -431,16 +421,22 @@ class _Steps:
         self._standing.free()
 
 
-class PairwiseGather(Gather):
+class _Pairs(_Algorithm):
+    def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:
+        super().__init__(comm, chunk_nbytes=chunk_nbytes)
+        self._steps = _Steps(comm)
+
+    @override
+    def free(self) -> None:
+        self._steps.free()
+        super().free()
+
+
+class PairwiseGather(_Pairs, Gather):
     """Every rank sends its own block to every other one."""
 
     name = "pairwise"
     in_rounds = True
-
-    @override
-    def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:
-        super().__init__(comm, chunk_nbytes=chunk_nbytes)
-        self._steps = _Steps(comm)
 
     def _gather(self, blocks: Blocks) -> None:
         for step in self._steps.of(blocks, blocks, own=True):
@@ -450,22 +446,12 @@ class PairwiseGather(Gather):
     def _finish(self) -> None:
         self._steps.wait(left=0)
 
-    @override
-    def free(self) -> None:
-        self._steps.free()
-        super().free()
 
-
-class PairwiseExchange(Exchange):
+class PairwiseExchange(_Pairs, Exchange):
     """Step by step. Each is prepared and given to MPI while the one before travels."""
 
     name = "pairwise"
     takes_gaps = True
-
-    @override
-    def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:
-        super().__init__(comm, chunk_nbytes=chunk_nbytes)
-        self._steps = _Steps(comm)
 
     def _exchange(
         self, send: Blocks, receive: Blocks, prepare: Prepare, meanwhile: Meanwhile
@@ -490,11 +476,6 @@ class PairwiseExchange(Exchange):
     @override
     def finish(self) -> None:
         self._steps.wait(left=0)
-
-    @override
-    def free(self) -> None:
-        self._steps.free()
-        super().free()
 
 
 # The ring: every rank passes on to its right what it got from its left.
@@ -551,7 +532,7 @@ class DoublingGather(Gather):
         distance = size // 2
         while distance >= 1:
             partner, period = rank ^ distance, 2 * distance
-            held = self.types.get(blocks.nbytes, blocks.stride * period)
+            held = self.type_of(blocks.nbytes, blocks.stride * period)
             self.comm.Sendrecv(
                 [blocks.from_block(rank % period), size // period, held],
                 partner,
@@ -568,7 +549,7 @@ class LibraryGather(Gather):
     name = "library"
 
     def _gather(self, blocks: Blocks) -> None:
-        block = self.types.get(blocks.nbytes, blocks.stride)
+        block = self.type_of(blocks.nbytes, blocks.stride)
         self.comm.Allgather(MPI.IN_PLACE, [blocks.from_block(0), 1, block])
 
 
@@ -583,8 +564,8 @@ class LibraryExchange(Exchange):
         meanwhile()
         prepare(0, send.count)
         self.comm.Alltoall(
-            [send.from_block(0), 1, self.types.get(send.nbytes, send.stride)],
-            [receive.from_block(0), 1, self.types.get(receive.nbytes, receive.stride)],
+            [send.from_block(0), 1, self.type_of(send.nbytes, send.stride)],
+            [receive.from_block(0), 1, self.type_of(receive.nbytes, receive.stride)],
         )
 
 

@@ -135,7 +135,6 @@ class Collectives(ABC):
         self.secondary: SecondaryCopy | None = None
         self.memory = memory or Memory()
         self.calls = Calls(self.everybody, self.reach.accelerator, strict=strict)
-        self._watchdog = group.watchdog
 
     def allocate(
         self,

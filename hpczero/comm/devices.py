@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -314,6 +315,12 @@ def _bytes_of(data: Tensor) -> Tensor:
     return data.view(-1).view(torch.uint8)
 
 
+class _InFlight(NamedTuple):
+    request: MPI.Request
+    memory: tuple[Tensor, Tensor]  # stays alive until the message is complete
+    landed: Callable[[], None] | None = None
+
+
 class StepsUnderWay:
     """Steps under way, oldest first. Between two ranks messages arrive in the order in which they were sent.
 
@@ -321,47 +328,42 @@ class StepsUnderWay:
         sent: messages so far.
     """
 
-    def __init__(self, comm: MPI.Intracomm, reach: Reach, *, in_flight: int = IN_FLIGHT) -> None:
+    def __init__(self, comm: MPI.Intracomm, reach: Reach) -> None:
         """Not collective; ``comm`` is borrowed, and carries nothing else meanwhile."""
         self.comm = comm
         self.sent = 0
         self._reach = reach
-        self._most = in_flight
-        self._requests: list[MPI.Request] = []
-        self._landings: list[Callable[[], None]] = []
-        # The memory of the messages stays alive until they are complete.
-        self._memory: list[Tensor] = []
-        self._under_way: deque[tuple[list[MPI.Request], list[Callable[[], None]], list[Tensor]]] = (
-            deque()
-        )
+        self._next: list[_InFlight] = []
+        self._under_way: deque[list[_InFlight]] = deque()
 
     def send(self, data: Tensor, rank: int) -> None:
         """Send a contiguous tensor with the next step. Nobody writes to it before that is complete."""
         memory = self._reach.outgoing(data)
-        self._requests.append(self.comm.Isend([_buffer(memory), MPI.BYTE], rank))
-        self._memory += (data, memory)
+        request = self.comm.Isend([_buffer(memory), MPI.BYTE], rank)
+        self._next.append(_InFlight(request, (data, memory)))
         self.sent += 1
 
     def receive(self, into: Tensor, rank: int) -> None:
         """Receive into a contiguous tensor with the next step. Nobody reads or writes it before that is complete."""
         memory = self._reach.incoming(into)
-        self._requests.append(self.comm.Irecv([_buffer(memory), MPI.BYTE], rank))
-        self._memory += (into, memory)
-        self._landings.append(partial(self._reach.landed, into, memory))
+        request = self.comm.Irecv([_buffer(memory), MPI.BYTE], rank)
+        landed = partial(self._reach.landed, into, memory)
+        self._next.append(_InFlight(request, (into, memory), landed))
 
     def step(self) -> None:
         """End the step. Returns when few enough are under way; a step without messages counts as one."""
-        self._under_way.append((self._requests, self._landings, self._memory))
-        self._requests, self._landings, self._memory = [], [], []
-        self.wait(self._most)
+        self._under_way.append(self._next)
+        self._next = []
+        self.wait(IN_FLIGHT)
 
     def wait(self, left: int = 0) -> None:
         """Return when at most ``left`` steps are under way."""
         while len(self._under_way) > left:
-            requests, landings, _ = self._under_way[0]
-            wait_all(requests)
-            for landed in landings:
-                landed()
+            step = self._under_way[0]
+            wait_all([message.request for message in step])
+            for message in step:
+                if message.landed is not None:
+                    message.landed()
             self._under_way.popleft()
 
 

@@ -39,9 +39,8 @@ from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import CPU, Buffer, Memory, Use
 from hpczero.plan.footprint import DEVICE_ROUND_BYTES, Footprint, node_chunk
 
-MOST_LENT = (
-    1  # units whose gradients may wait while the next one's are filled; ``Plan.memory`` counts them
-)
+# Units whose gradients may wait while the next one's are filled; ``Plan.memory`` counts them.
+MOST_LENT = 1
 
 
 class LentBuffer(Buffer):

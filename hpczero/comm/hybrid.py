@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.comm.background import Background
-from hpczero.comm.calls import CommStats, Work
+from hpczero.comm.calls import Work
 from hpczero.comm.collectives import Collectives, SecondaryCopy
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Scratch, Use
@@ -60,9 +60,8 @@ class Hybrid(Collectives):
         )
         self._inside, self._outside = inside, outside
         self.secondary = inside.secondary
-        inside.calls = (
-            self.calls
-        )  # one account and one clock: a call of its within one of ours counts once
+        # One account and one clock: a call of its within one of ours counts once.
+        inside.calls = self.calls
         outside.calls.order = None  # its calls follow from ours
         replicas = topology.replicate
         self._replicas, self._place = replicas.size, replicas.index
@@ -73,11 +72,6 @@ class Hybrid(Collectives):
         self._inside_first: deque[Work] = deque()
         self._wire = Scratch(self.memory, category="exchange", device=self.device)
         self._whole = Scratch(self.memory, category="exchange", device=self.device)
-
-    @property
-    def outside_stats(self) -> CommStats:
-        """Accounts of what goes between replicas; ``stats`` has it as ``replicas``."""
-        return self._outside.stats
 
     @override
     def allocate(

@@ -10,7 +10,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,11 @@ class Selection:
             if not starts or starts[0] != 0 or starts != sorted(set(starts)):
                 raise ValueError(f"choices must rise from size 0, got {starts}")
 
+    @property
+    def algorithms(self) -> set[str]:
+        """Names of the algorithms."""
+        return {choice.algorithm for choice in (*self.gathers, *self.exchanges)}
+
     def gather_for(self, nbytes: int) -> AlgorithmChoice:
         """Choice for an all-gather of shards of ``nbytes``."""
         return _at(self.gathers, nbytes)
@@ -131,17 +136,8 @@ class Selection:
     def as_json(self) -> dict[str, Any]:  # Any: JSON
         """The selection as JSON values, which ``from_json`` reads."""
         return {
-            name: [
-                {
-                    "algorithm": choice.algorithm,
-                    "chunk_nbytes": choice.chunk_nbytes,
-                    "from_nbytes": choice.from_nbytes,
-                    "at_nbytes": choice.at_nbytes,
-                    "seconds": dict(choice.seconds),
-                }
-                for choice in choices
-            ]
-            for name, choices in (("gathers", self.gathers), ("exchanges", self.exchanges))
+            "gathers": [asdict(choice) for choice in self.gathers],
+            "exchanges": [asdict(choice) for choice in self.exchanges],
         }
 
     @classmethod
@@ -320,9 +316,8 @@ class Rails(BetweenLevel):
 
     @override
     def select(self, selection: Selection) -> None:
-        names = {choice.algorithm for choice in (*selection.gathers, *selection.exchanges)}
         for kind in (*GATHERS, *EXCHANGES):
-            if kind.name in names and not kind.fits(self.comm.size):
+            if kind.name in selection.algorithms and not kind.fits(self.comm.size):
                 error = ConfigError(
                     f"algorithms: {kind.name} does not work between {self.comm.size} nodes, expected one that does; "
                     "leave it to auto"

@@ -201,8 +201,7 @@ class Carried(BetweenLevel):
 
     @override
     def select(self, selection: Selection) -> None:
-        names = {choice.algorithm for choice in (*selection.gathers, *selection.exchanges)}
-        if others := sorted(names - {"pairwise"}):
+        if others := sorted(selection.algorithms - {"pairwise"}):
             sizes = sorted({len(ranks) for ranks in self._carriers.nodes})
             error = ConfigError(
                 f"algorithms: got {', '.join(others)}, expected pairwise: nodes have {', '.join(map(str, sizes))} "
