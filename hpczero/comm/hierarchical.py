@@ -36,7 +36,7 @@ from hpczero.errors import TopologyError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
-from hpczero.memory.buffers import CPU, Buffer, Memory, Use
+from hpczero.memory.buffers import Buffer, Memory, Use
 from hpczero.plan.footprint import DEVICE_ROUND_BYTES, Footprint, node_chunk
 
 # Units whose gradients may wait while the next one's are filled; ``Plan.memory`` counts them.
@@ -46,20 +46,8 @@ MOST_LENT = 1
 class LentBuffer(Buffer):
     """A buffer whose owner may release it at once. Its memory is given back when the reduction has read it."""
 
-    def __init__(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        memory: Memory,
-        category: str,
-        keep: bool,
-        device: torch.device = CPU,
-    ) -> None:
-        """Arguments as ``Buffer``."""
-        super().__init__(numel, dtype, memory=memory, category=category, keep=keep, device=device)
-        self._reader: Callable[[], None] | None = None
-        self._wanted = True
+    _reader: Callable[[], None] | None = None
+    _wanted = True
 
     def lend(self, wait: Callable[[], None]) -> None:
         """Lend the buffer to a reader until ``wait`` returns."""
@@ -84,38 +72,6 @@ class LentBuffer(Buffer):
         self._wanted = False
         if self._reader is None:
             super().release()
-
-
-class Lending:
-    """The private gradients of one transport."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, LentBuffer] = {}
-        self._lent: deque[LentBuffer] = deque()
-
-    def add(self, buffer: LentBuffer) -> None:
-        """Remember ``buffer`` by its tensor."""
-        self._buffers[id(buffer.tensor)] = buffer
-
-    def lend(self, full: Tensor, wait: Callable[[], None]) -> Callable[[], None]:
-        """Lend ``full`` until ``wait`` returns. Waits itself if too much is lent already.
-
-        Returns:
-            What to call instead of ``wait``.
-        """
-        buffer = self._buffers.get(id(full))
-        if buffer is None:
-            return wait  # its owner keeps it until then
-        buffer.lend(wait)
-        self._lent.append(buffer)
-        while len(self._lent) > MOST_LENT:
-            self._lent.popleft().get_back()
-
-        def finish() -> None:
-            wait()
-            buffer.get_back()
-
-        return finish
 
 
 # Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
@@ -178,7 +134,8 @@ class Hierarchical(Collectives):
         messages = self._messages_inside(node)
         self._put_off: deque[Work] = deque()
         self._background = Background(group.watchdog, accelerator) if runs_beside else None
-        self._lending = Lending()
+        self._lendable: dict[int, LentBuffer] = {}  # by the identity of their tensor
+        self._lent: deque[LentBuffer] = deque()
         self._node = self._level(inside, group, messages, shares_wholes=not strict)
         if secondary and self._nodes > 1:
             self.secondary = SecondaryCopy(self.memory, nodes=self._nodes, device=self.device)
@@ -236,14 +193,9 @@ class Hierarchical(Collectives):
     ) -> Buffer:
         if self._background is not None and use is Use.REDUCE and not self._node.reads_peers:
             lent = LentBuffer(
-                numel,
-                dtype,
-                memory=self.memory,
-                category=category,
-                keep=keep,
-                device=self.device,
+                numel, dtype, memory=self.memory, category=category, keep=keep, device=self.device
             )
-            self._lending.add(lent)
+            self._lendable[id(lent.tensor)] = lent
             return lent
         return self._node.allocate(numel, dtype, category=category, use=use, keep=keep)
 
@@ -252,16 +204,13 @@ class Hierarchical(Collectives):
     def footprint(self) -> Footprint:
         local = self._node.comm.size if self._node.reads_peers else 1
         shares_wholes = self._node.shares_wholes
-        pulls = local > 1 and not shares_wholes
-        lasting = shares_wholes and self._nodes == 1
-        rounds = max(choice.chunk_nbytes for choice in self._rails.selection.exchanges)
         return Footprint(
             local,
-            lasting=lasting,
+            lasting=shares_wholes and self._nodes == 1,
             nodes=self._nodes,
-            round_nbytes=rounds,
+            round_nbytes=max(choice.chunk_nbytes for choice in self.selection.exchanges),
             overlap=self._background is not None,
-            pulls=pulls,
+            pulls=local > 1 and not shares_wholes,
         )
 
     @override
@@ -269,16 +218,14 @@ class Hierarchical(Collectives):
         inside = self._node.title
         if not self.reach.accelerator.is_host:
             inside += f" ({self.reach.name})" if not self._node.reads_peers else " of devices"
-        if self._nodes == 1:
-            return f"{inside} on one node" + (
-                ", while the model computes" if self._background else ""
-            )
         when = ", while the model computes" if self._background is not None else ""
+        if self._nodes == 1:
+            return f"{inside} on one node{when}"
         return f"{inside} inside nodes; {self._rails.describe()}{when}"
 
     @override
     def measured(self) -> list[str]:
-        return self._rails.selection.table()
+        return self.selection.table()
 
     @property
     def selection(self) -> Selection:
@@ -369,7 +316,7 @@ class Hierarchical(Collectives):
             wait = self._background.start(
                 f"reduce_scatter of {name!r} (step {self.calls.step})", finish
             )
-            return Work(name, self._lending.lend(full, self.calls.elsewhere(name, wait).wait))
+            return Work(name, self._lend(full, self.calls.elsewhere(name, wait).wait))
         if self._nodes > 1 or not self._node.shares(full, Use.REDUCE):
             finish()
             return Work(name)
@@ -378,6 +325,22 @@ class Hierarchical(Collectives):
         while len(self._put_off) > PUT_OFF:
             self._put_off.popleft().wait()
         return Work(name, lambda: self.drain(work))
+
+    def _lend(self, full: Tensor, wait: Callable[[], None]) -> Callable[[], None]:
+        """Lend ``full`` until ``wait`` returns; wait here if too much is lent already. Call the result instead."""
+        buffer = self._lendable.get(id(full))
+        if buffer is None:
+            return wait  # its owner keeps it until then
+        buffer.lend(wait)
+        self._lent.append(buffer)
+        while len(self._lent) > MOST_LENT:
+            self._lent.popleft().get_back()
+
+        def finish() -> None:
+            wait()
+            buffer.get_back()
+
+        return finish
 
     @override
     def drain(self, until: Work | None = None) -> None:

@@ -25,7 +25,7 @@ from hpczero.comm.collectives import Collectives
 from hpczero.comm.inside import NOTHING, PAGE, Counters, NodeLevel, Segment, addresses, map_at
 from hpczero.comm.peers import COLUMNS, GATHERED, SharedLevel
 from hpczero.errors import CommError
-from hpczero.memory.buffers import Buffer, Memory, Use
+from hpczero.memory.buffers import Buffer, Use
 from hpczero.memory.pages import padded
 
 # Slots: shared memory that the buffers of a node take in turn.
@@ -59,20 +59,21 @@ class WindowSlot:
 
 
 class WindowSlots:
-    """Which buffer has which range of ``segment``. One rank of a node keeps this book."""
+    """Which buffer has which range of ``segment``. One rank of a node keeps this book.
+
+    Attributes:
+        taken: by number of the buffer, its range and bytes.
+    """
 
     def __init__(self, segment: Segment) -> None:
         """``segment`` has room for all buffers at once; not collective."""
         self._segment = segment
-        self._taken: dict[
-            int, tuple[WindowSlot, int]
-        ] = {}  # number of the buffer: its range and bytes
+        self.taken: dict[int, tuple[WindowSlot, int]] = {}
         self._kept: dict[int, int] = {}  # begin of a range that nobody has: bytes; the oldest first
         self._bare: defaultdict[int, list[int]] = defaultdict(list)  # bytes: begins without pages
         self._end = 0
-        self._used = self._most = self._most_before = (
-            0  # bytes in use now, at most in this period, in the one before
-        )
+        self._used = 0
+        self._most = self._most_before = 0  # that were in use in this period, and in the one before
 
     @property
     def held_nbytes(self) -> int:
@@ -85,8 +86,8 @@ class WindowSlots:
         One that it has is as fresh as it was: a rank may hear of the second take first, and has brought no pages then.
         """
         nbytes = padded(nbytes, PAGE)
-        if number in self._taken:
-            return self._taken[number][0]
+        if number in self.taken:
+            return self.taken[number][0]
         kept = next((begin for begin, size in self._kept.items() if size == nbytes), None)
         self._used += nbytes
         self._most = max(self._most, self._used)
@@ -96,16 +97,16 @@ class WindowSlots:
         else:
             self._keep(max(self._most, self._most_before))
             slot = WindowSlot(self._new(nbytes), fresh=True)
-        self._taken[number] = slot, nbytes
+        self.taken[number] = slot, nbytes
         return slot
 
     def leave(self, number: int) -> None:
         """No rank of the node reads the buffer any more."""
-        slot, nbytes = self._taken.pop(number)
+        slot, nbytes = self.taken.pop(number)
         self._used -= nbytes
         if nbytes:  # a range of no bytes begins where the next one does, and would take its place in the book
             self._kept[slot.begin] = nbytes
-        if not self._taken:
+        if not self.taken:
             self._keep(min(self._most, self._most_before))
             self._most, self._most_before = 0, self._most
 
@@ -147,7 +148,7 @@ class Addresses:
             CommError: the kernel will not.
         """
         if self._begin != slot.begin:
-            # Pages that are not there yet come from the rank whose part they are (segment.py, [Note: Full /dev/shm]).
+            # Pages that are not there yet come from the rank whose part they are (inside.py, [Note: Full /dev/shm]).
             self._map(mmap.MAP_SHARED | (0 if slot.fresh else POPULATE), file, slot.begin)
             self._begin = slot.begin
 
@@ -190,12 +191,7 @@ class PassingBuffer(Buffer):
     lasts = False
 
     def __init__(
-        self,
-        passing: Passing,
-        number: int,
-        numel: int,
-        dtype: torch.dtype,
-        category: str,
+        self, passing: Passing, number: int, numel: int, dtype: torch.dtype, category: str
     ) -> None:
         """Not collective. Nothing is held yet, so that not all units are held at once."""
         self.addresses = Addresses(numel * dtype.itemsize)
@@ -231,7 +227,6 @@ class Passing:
         self.level = level
         self._first = first_column
         self._buffers: list[PassingBuffer] = []
-        self._taken: set[int] = set()  # numbers of those that have a slot, as the first rank knows
         self.segment: Segment | None = None
         self._slots: WindowSlots | None = None  # of the first rank
 
@@ -242,8 +237,7 @@ class Passing:
 
     def allocate(self, numel: int, dtype: torch.dtype, *, category: str) -> PassingBuffer:
         """As of ``Collectives.allocate``, equal on all ranks; nothing is held until it is taken."""
-        number = len(self._buffers)
-        buffer = PassingBuffer(self, number, numel, dtype, category)
+        buffer = PassingBuffer(self, len(self._buffers), numel, dtype, category)
         self._buffers.append(buffer)
         return buffer
 
@@ -283,15 +277,16 @@ class Passing:
         if self._slots is not None:
             self._sweep()
             slot = self._slots.take(buffer.number, buffer.whole_nbytes)
-            self._taken.add(buffer.number)
-            counters.publish(column, _told(buffer.generation, slot))
+            told = buffer.generation << GENERATION | FRESH * slot.fresh | slot.begin // PAGE
+            counters.publish(column, told)
             return slot
         least = buffer.generation << GENERATION
         self.level.wait_until(
             lambda: counters.has(0, column, least),
             "waiting for the first rank of the node to unshard",
         )
-        return _heard(counters.read(0, column))
+        told = counters.read(0, column)
+        return WindowSlot((told & (FRESH - 1)) * PAGE, fresh=bool(told & FRESH))
 
     def released(self, buffer: PassingBuffer) -> None:
         """This rank has no more use for the content of ``buffer``."""
@@ -305,23 +300,13 @@ class Passing:
         counters = self.level.counters
         if self._slots is None or counters is None:
             return
-        for number in list(self._taken):
+        for number in list(self._slots.taken):
             generation = self._buffers[number].generation
             if counters.reached(self._column(number, RELEASED), generation):
                 self._slots.leave(number)
-                self._taken.remove(number)
 
     def _column(self, number: int, which: int) -> int:
         return self._first + EACH * number + which
-
-
-def _told(generation: int, slot: WindowSlot) -> int:
-    """A number that only grows with the generation."""
-    return generation << GENERATION | FRESH * slot.fresh | slot.begin // PAGE
-
-
-def _heard(told: int) -> WindowSlot:
-    return WindowSlot((told & (FRESH - 1)) * PAGE, fresh=bool(told & FRESH))
 
 
 class WholeBuffer(Buffer):
@@ -330,17 +315,9 @@ class WholeBuffer(Buffer):
     shared = lasts = True
 
     def __init__(
-        self,
-        segment: Segment,
-        rank: int,
-        size: int,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        memory: Memory,
-        category: str,
+        self, segment: Segment, level: Window, numel: int, dtype: torch.dtype, category: str
     ) -> None:
-        """Not collective. Gets the pages of this rank's part, as one of ``size``.
+        """Not collective. Gets the pages of this rank's part.
 
         Raises:
             CommError: there are none left.
@@ -348,10 +325,11 @@ class WholeBuffer(Buffer):
         self.tensor = segment.bytes[: numel * dtype.itemsize].view(dtype)
         self._address = self.tensor.data_ptr()
         whole = numel * dtype.itemsize
-        self._nbytes = -(-whole // size)
-        segment.claim(rank * self._nbytes, min((rank + 1) * self._nbytes, whole))
+        self._nbytes = -(-whole // level.comm.size)
+        begin = level.comm.rank * self._nbytes
+        segment.claim(begin, min(begin + self._nbytes, whole))
         segment.close_file()  # a model may have more units than a process may have files
-        memory.add(category, self._nbytes)
+        level.memory.add(category, self._nbytes)
         self._held = True
 
     @property
@@ -407,11 +385,8 @@ class Window(SharedLevel):
             nbytes = numel * dtype.itemsize
             with self.group.agreed("share memory for parameters"):
                 segment = Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of parameters")
-            rank, size = self.comm.rank, self.comm.size
             with self.group.agreed("claim shared memory for parameters"):
-                whole = WholeBuffer(
-                    segment, rank, size, numel, dtype, memory=self.memory, category=category
-                )
+                whole = WholeBuffer(segment, self, numel, dtype, category)
         else:
             whole = self._passing.allocate(numel, dtype, category=category)
         self._shared.add(whole.tensor.data_ptr())
