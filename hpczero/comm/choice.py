@@ -17,7 +17,7 @@ from hpczero.comm.awareness import reach_of
 from hpczero.comm.background import can_run_in_background
 from hpczero.comm.collectives import Collectives, Flat, shard_group
 from hpczero.comm.devices import Reach
-from hpczero.comm.hierarchical import Hierarchical, Inside
+from hpczero.comm.hierarchical import Hierarchical
 from hpczero.comm.hybrid import Hybrid
 from hpczero.comm.inside import PeerBlocks, Segment
 from hpczero.comm.rails import DEFAULT, Selection
@@ -132,16 +132,13 @@ def _choose_one(
             error.agreed = group.is_job
             raise error
         return Flat(topology, strict=strict, node_dtype=node_dtype, reach=reach, memory=memory)
-    inside: Inside = "messages"
-    if transport in ("window", "ipc"):
-        inside = "window" if transport == "window" else "ipc"
     kind = Hierarchical if group.is_rectangular else Uneven
     return kind(
         topology,
         strict=strict,
         node_dtype=node_dtype,
         selection=_selection(group, algorithms, node_dtype, reach),
-        inside=inside,
+        inside="window" if transport == "window" else "ipc" if transport == "ipc" else "messages",
         overlap=overlap and _can_overlap(group, reach.accelerator),
         secondary=secondary,
         reach=reach,

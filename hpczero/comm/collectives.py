@@ -90,10 +90,8 @@ class SecondaryCopy:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._valid.clear()
-        for buffer in self._parts.values():
-            buffer.release()
-        self._parts.clear()
+        for name in list(self._parts):
+            self.drop(name)
 
 
 # MPI moves bytes; which dtypes may be summed is decided by our own kernels, not by the MPI library.
@@ -356,7 +354,12 @@ class Collectives(ABC):
 
     def _check(self, full: Tensor, name: str) -> int:
         """Shard size of ``full`` in elements; refuses a buffer that cannot be sent."""
-        self._check_movable(full, name)
+        if full.dtype not in MOVABLE or full.dim() != 1 or not full.is_contiguous():
+            raise CommError(
+                f"rank {self.rank}: buffer of {name!r} is {tuple(full.shape)} {full.dtype} "
+                f"(contiguous: {full.is_contiguous()}), expected flat contiguous "
+                f"{', '.join(str(d) for d in MOVABLE)}"
+            )
         shards = self.group.size
         if full.numel() % shards:
             raise CommError(
@@ -364,14 +367,6 @@ class Collectives(ABC):
                 f"multiple of {shards} shards"
             )
         return full.numel() // shards
-
-    def _check_movable(self, full: Tensor, name: str) -> None:
-        if full.dtype not in MOVABLE or full.dim() != 1 or not full.is_contiguous():
-            raise CommError(
-                f"rank {self.rank}: buffer of {name!r} is {tuple(full.shape)} {full.dtype} "
-                f"(contiguous: {full.is_contiguous()}), expected flat contiguous "
-                f"{', '.join(str(d) for d in MOVABLE)}"
-            )
 
 
 def shard_group(ranks: Topology | Group) -> Group:
@@ -505,20 +500,16 @@ def _traded(comm: MPI.Intracomm, outgoing: Sequence[Tensor]) -> list[Tensor]:
         else torch.empty(count, dtype=torch.float32, device="cpu")
         for rank, count in enumerate(theirs.tolist())
     ]
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    requests = [
-        comm.Irecv([part.numpy(), MPI.FLOAT], source=rank)
-        for rank in others
-        for part in _chunks(incoming[rank])
-    ]
-    requests += [
-        comm.Isend([part.numpy(), MPI.FLOAT], dest=rank)
-        for rank in others
-        for part in _chunks(outgoing[rank])
-    ]
+    requests: list[MPI.Request] = []
+    for rank in range(comm.size):
+        if rank != comm.rank:
+            for part in _chunks(incoming[rank]):
+                requests.append(comm.Irecv([part, MPI.FLOAT], source=rank))
+            for part in _chunks(outgoing[rank]):
+                requests.append(comm.Isend([part, MPI.FLOAT], dest=rank))
     MPI.Request.Waitall(requests)
     return incoming
 
 
-def _chunks(flat: Tensor) -> list[Tensor]:
-    return [flat[start : start + CHUNK] for start in range(0, len(flat), CHUNK)]
+def _chunks(flat: Tensor) -> list[npt.NDArray[np.float32]]:
+    return [flat[start : start + CHUNK].numpy() for start in range(0, len(flat), CHUNK)]

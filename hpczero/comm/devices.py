@@ -41,15 +41,10 @@ LEAST_NBYTES = 64 * 2**10  # of one block: below that a copy costs its start, no
 
 
 class StagedGather(Gather):
-    """Another gather, on the host's copy of each piece."""
+    """Another gather, which it owns, on the host's copy of each piece."""
 
     def __init__(self, inner: Gather, accelerator: Accelerator) -> None:
-        """Not collective.
-
-        Args:
-            inner: moves bytes of the host. The staged gather owns it.
-            accelerator: the blocks are its memory.
-        """
+        """Not collective. ``inner`` moves bytes of the host; the blocks are memory of ``accelerator``."""
         super().__init__(inner.comm, chunk_nbytes=inner.chunk_nbytes)
         self.name = f"{inner.name}, staged"  # type: ignore[misc]  # of this one object
         self._inner = inner

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from mpi4py import MPI
@@ -35,6 +35,8 @@ from hpczero.kernels.tree_sum import piece_numel, pieces, tree_sum
 from hpczero.memory.buffers import Memory, Scratch
 from hpczero.options.values import ALGORITHMS, named_algorithms
 from hpczero.plan.footprint import ROUND_BYTES, gather_round, rail_chunk, rail_turns
+
+Kind = TypeVar("Kind", Gather, Exchange)
 
 
 @dataclass(frozen=True)
@@ -338,7 +340,8 @@ class Rails(BetweenLevel):
         first = self._local_rank * nodes * shard_numel
         blocks = Blocks.of(full, first, shard_numel, shard_numel, nodes)
         choice = self.selection.gather_for(blocks.nbytes)
-        gather, most = self._gather_called(choice.algorithm), CHUNK_BYTES
+        gather = self._called(choice.algorithm, GATHERS, self._gathers, self._reach.gather)
+        most = CHUNK_BYTES
         if gather.in_rounds:
             most = gather_round(blocks.nbytes, nodes, choice.chunk_nbytes)
         gather(blocks, round_nbytes=most)
@@ -358,7 +361,7 @@ class Rails(BetweenLevel):
         nodes, me, wire, shard_numel = self.comm.size, self.comm.rank, self.wire(dtype), out.numel()
         is_host = self._reach.accelerator.is_host
         choice = self.selection.exchange_for(shard_numel * wire.itemsize)
-        exchange = self._exchange_called(choice.algorithm)
+        exchange = self._called(choice.algorithm, EXCHANGES, self._exchanges, self._reach.exchange)
         chunk = rail_chunk(shard_numel, nodes, wire.itemsize, choice.chunk_nbytes)
         chunk = max(min(chunk, self._chunk_nbytes // wire.itemsize), 1)
         turns, first = rail_turns(shard_numel, chunk), self._local_rank * nodes * shard_numel
@@ -437,21 +440,18 @@ class Rails(BetweenLevel):
         gathered, reduced = (sum(each.messages for each in kind) for kind in algorithms)
         return gathered, reduced
 
-    def _gather_called(self, name: str) -> Gather:
-        if name not in self._gathers:
-            kind = next(kind for kind in GATHERS if kind.name == name)
-            self._gathers[name] = self._reach.gather(
-                kind, self.comm, chunk_nbytes=self._chunk_nbytes
-            )
-        return self._gathers[name]
-
-    def _exchange_called(self, name: str) -> Exchange:
-        if name not in self._exchanges:
-            kind = next(kind for kind in EXCHANGES if kind.name == name)
-            self._exchanges[name] = self._reach.exchange(
-                kind, self.comm, chunk_nbytes=self._chunk_nbytes
-            )
-        return self._exchanges[name]
+    def _called(
+        self,
+        name: str,
+        kinds: Sequence[type[Kind]],
+        made: dict[str, Kind],
+        make: Callable[..., Kind],
+    ) -> Kind:
+        """The algorithm ``name`` of ``made``; the first call makes it."""
+        if name not in made:
+            kind = next(kind for kind in kinds if kind.name == name)
+            made[name] = make(kind, self.comm, chunk_nbytes=self._chunk_nbytes)
+        return made[name]
 
     @override
     def close(self) -> None:

@@ -58,21 +58,19 @@ def progress(group: Group, accelerator: Accelerator) -> Iterator[None]:
         yield
         return
     over = threading.Event()
-    thread = threading.Thread(
-        target=_poll, args=(group.comm, accelerator, over), name="hpczero-progress", daemon=True
-    )
+
+    def poll() -> None:
+        accelerator.enter_thread()
+        while not over.wait(NAP_S):
+            group.comm.Iprobe()
+
+    thread = threading.Thread(target=poll, name="hpczero-progress", daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
-
-
-def _poll(comm: MPI.Intracomm, accelerator: Accelerator, over: threading.Event) -> None:
-    accelerator.enter_thread()
-    while not over.wait(NAP_S):
-        comm.Iprobe()
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -72,23 +72,8 @@ class Path(ABC):
         Raises:
             CommError: ranks are in different calls; on every rank.
         """
-        room = self.room_nbytes // own.element_size()
-        if own.numel() > room:
-            own = own.contiguous().view(-1)
-        calls, rows = self._exchange([_piece(own, 0, room)], call, say, whole=True)
-        lengths = [other.length for other in calls]
-        most = max(other.numel for other in calls)
-        if most <= room:
-            return Gathered(rows, lengths)
-        full = [own.new_empty(other.numel) for other in calls]
-        for start in range(0, most, room):
-            if start:
-                _, rows = self._exchange(
-                    [_piece(own, start, room)], call, say, whole=True, start=start
-                )
-            for row, into in zip(rows, full, strict=True):
-                into[start : start + room].copy_(row)
-        return Gathered(full, lengths)
+        calls, rows = self._in_pieces([own], call, say, whole=True)
+        return Gathered(rows, [other.length for other in calls])
 
     def swap(self, parts: Sequence[Tensor], call: SumCall, say: Callable[[], str]) -> list[Tensor]:
         """What every rank has brought for this one. Collective over the group.
@@ -104,19 +89,31 @@ class Path(ABC):
         Raises:
             CommError: ranks are in different calls; on every rank.
         """
-        room = self.room_nbytes // self.group.size // parts[0].element_size()
-        most = max(part.numel() for part in parts)
+        return self._in_pieces(parts, call, say, whole=False)[1]
+
+    def _in_pieces(
+        self, parts: Sequence[Tensor], call: SumCall, say: Callable[[], str], *, whole: bool
+    ) -> tuple[list[SumCall], list[Tensor]]:
+        """As ``_exchange``, in as many exchanges as the room takes."""
+        ranks = self.group.size
+        room = self.room_nbytes // (1 if whole else ranks) // parts[0].element_size()
+        if max(part.numel() for part in parts) > room:
+            parts = [part.contiguous().view(-1) for part in parts]
+        pieces = [_piece(part, 0, room) for part in parts]
+        calls, rows = self._exchange(pieces, call, say, whole=whole)
+        own = parts[0 if whole else self.group.rank]
+        numels = [other.numel for other in calls] if whole else [own.numel()] * ranks
+        most = max(numels if whole else (part.numel() for part in parts))
         if most <= room:
-            return self._exchange(parts, call, say, whole=False)[1]
-        flat = [part.contiguous().view(-1) for part in parts]
-        own = flat[self.group.rank]
-        full = [own.new_empty(own.numel()) for _ in flat]
+            return calls, rows
+        full = [own.new_empty(numel) for numel in numels]
         for start in range(0, most, room):
-            pieces = [_piece(part, start, room) for part in flat]
-            _, rows = self._exchange(pieces, call, say, whole=False, start=start)
+            if start:
+                pieces = [_piece(part, start, room) for part in parts]
+                _, rows = self._exchange(pieces, call, say, whole=whole, start=start)
             for row, into in zip(rows, full, strict=True):
                 into[start : start + room].copy_(row)
-        return full
+        return calls, full
 
     @abstractmethod
     def _exchange(

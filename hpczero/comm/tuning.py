@@ -21,10 +21,11 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -108,15 +109,16 @@ class Sample:
         self.reach.accelerator.finish()
 
     def candidates(
-        self, default: AlgorithmChoice, kinds: Sequence[AlgorithmChoice]
+        self, default: AlgorithmChoice, kinds: Sequence[type[Gather] | type[Exchange]]
     ) -> tuple[AlgorithmChoice, ...]:
-        """The default and all others that differ, in rounds as long as this memory wants them."""
+        """The default and all others that fit and differ, in rounds as long as this memory wants them."""
         least = 1 if self.reach.accelerator.is_host else DEVICE_ROUND_BYTES
-        every = [
-            replace(choice, chunk_nbytes=max(choice.chunk_nbytes, least))
-            for choice in (default, *kinds)
-        ]
-        return tuple(dict.fromkeys(every))
+        every = [default]
+        for kind in filter(self.fits, kinds):
+            for chunk in CHUNKS[kind.name] if kind.in_rounds else (ROUND_BYTES,):
+                every.append(AlgorithmChoice(kind.name, chunk))
+        longer = (replace(c, chunk_nbytes=max(c.chunk_nbytes, least)) for c in every)
+        return tuple(dict.fromkeys(longer))
 
 
 logger = logging.getLogger("hpczero.comm")
@@ -216,7 +218,7 @@ def _remember(path: Path, selection: Selection) -> None:
 # --- candidates ------------------------------------------------------------------------------------------------------
 
 
-class Candidates:
+class Candidates(NamedTuple):
     """What competes for one operation.
 
     Attributes:
@@ -224,46 +226,23 @@ class Candidates:
         trial: context in which one of them runs at a size.
     """
 
-    def __init__(
-        self,
-        choices: tuple[AlgorithmChoice, ...],
-        trial: Callable[[AlgorithmChoice, int], Iterator[Trial]],
-    ) -> None:
-        self.choices = choices
-        self.trial = contextmanager(trial)
+    choices: tuple[AlgorithmChoice, ...]
+    trial: Callable[[AlgorithmChoice, int], AbstractContextManager[Trial]]
 
 
 def _gather_trials(sample: Sample) -> Candidates:
-    choices = sample.candidates(
-        DEFAULT.gathers[0],
-        [
-            AlgorithmChoice(kind.name, chunk)
-            for kind in GATHERS
-            if sample.fits(kind)
-            for chunk in (CHUNKS[kind.name] if kind.in_rounds else (ROUND_BYTES,))
-        ],
-    )
-
+    @contextmanager
     def trial(choice: AlgorithmChoice, nbytes: int) -> Iterator[Trial]:
         rails = sample.rails(torch.float32, Selection((choice,), DEFAULT.exchanges))
         blocks = sample.ones(sample.comm.size * nbytes, torch.uint8)
         yield partial(sample.until_done, partial(rails.gather, blocks, nbytes))
         rails.close()
 
-    return Candidates(choices, trial)
+    return Candidates(sample.candidates(DEFAULT.gathers[0], GATHERS), trial)
 
 
 def _exchange_trials(sample: Sample, node_dtype: torch.dtype) -> Candidates:
-    choices = sample.candidates(
-        DEFAULT.exchanges[0],
-        [
-            AlgorithmChoice(kind.name, chunk)
-            for kind in EXCHANGES
-            if sample.fits(kind)
-            for chunk in CHUNKS[kind.name]
-        ],
-    )
-
+    @contextmanager
     def trial(choice: AlgorithmChoice, nbytes: int) -> Iterator[Trial]:
         rails = sample.rails(node_dtype, Selection(DEFAULT.gathers, (choice,)))
         numel = nbytes // node_dtype.itemsize
@@ -277,7 +256,7 @@ def _exchange_trials(sample: Sample, node_dtype: torch.dtype) -> Candidates:
         yield partial(sample.until_done, reduce)
         rails.close()
 
-    return Candidates(choices, trial)
+    return Candidates(sample.candidates(DEFAULT.exchanges[0], EXCHANGES), trial)
 
 
 # --- measurement -----------------------------------------------------------------------------------------------------
@@ -311,15 +290,8 @@ def _measure(
         best = min(times, key=lambda choice: times[choice])
         if default in times and times[best] > MARGIN * times[default]:
             best = default
-        chosen.append(
-            AlgorithmChoice(
-                best.algorithm,
-                best.chunk_nbytes,
-                from_nbytes=from_nbytes,
-                at_nbytes=nbytes,
-                seconds={candidate_name(c.algorithm, c.chunk_nbytes): s for c, s in times.items()},
-            )
-        )
+        seconds = {candidate_name(c.algorithm, c.chunk_nbytes): s for c, s in times.items()}
+        chosen.append(replace(best, from_nbytes=from_nbytes, at_nbytes=nbytes, seconds=seconds))
         running = [c for c in running if times.get(c, 0.0) <= WORSE * times[best] or c == default]
         before = {choice: seconds for choice, seconds in times.items() if choice in running}
     return tuple(chosen)
