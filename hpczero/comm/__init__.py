@@ -1,4 +1,7 @@
-"""Collectives: transports, which move flat buffers between ranks. `collectives` has their contract."""
+"""Collectives: transports, which move flat buffers between ranks. `collectives` has their contract.
+
+They know no units, stages or optimizers.
+"""
 
 from hpczero.comm.calls import CommStats, Work
 from hpczero.comm.choice import check_transport_name, choose

@@ -1,7 +1,6 @@
-"""How the ranks of one communicator move equal blocks: one file for each algorithm.
+"""Algorithms: how the ranks of one communicator move equal blocks.
 
-Owns: the order of messages. Must not know: nodes, units, sums, dtypes. All algorithms move bytes and do nothing else,
-so results do not depend on which one is chosen.
+All algorithms move bytes and do nothing else, so results do not depend on which of them is chosen.
 """
 
 from __future__ import annotations
@@ -28,15 +27,7 @@ CHUNK_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Blocks:
-    """``count`` blocks of ``nbytes`` bytes each; block i starts ``i * stride`` bytes after the first.
-
-    Attributes:
-        tensor: keeps the memory alive.
-        start: byte offset of block 0 in the tensor.
-        nbytes: bytes of one block.
-        stride: bytes from one block to the next, at least ``nbytes``; 64-bit.
-        count: number of blocks.
-    """
+    """``count`` blocks of ``nbytes`` bytes each; block i begins ``start + i * stride`` bytes into ``tensor``."""
 
     tensor: Tensor
     start: int
@@ -91,8 +82,8 @@ POLL_S = 100e-6
 NAP_S = 50e-6
 
 
+# Fills blocks ``first .. first + count - 1``, given ``first`` and ``count``.
 Prepare = Callable[[int, int], None]
-"""Fills blocks ``first .. first + count - 1``, given ``first`` and ``count``."""
 Meanwhile = Callable[[], None]
 
 
@@ -121,11 +112,9 @@ class _Algorithm:
     accelerator: Accelerator | None = None
 
     def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:
-        """Not collective.
+        """Not collective. ``comm`` must outlive the algorithm, and carries nothing else while the algorithm runs.
 
-        Args:
-            comm: must outlive the algorithm. It carries nothing else while the algorithm runs.
-            chunk_nbytes: most bytes of one block that a single MPI call moves.
+        A single MPI call moves at most ``chunk_nbytes`` of one block.
         """
         self.comm = comm
         self.chunk_nbytes = chunk_nbytes
@@ -159,9 +148,7 @@ class Gather(_Algorithm, ABC):
     def __call__(self, blocks: Blocks, *, round_nbytes: int = CHUNK_BYTES) -> None:
         """Fill every block from its owner: rank i owns block i. Collective over the communicator.
 
-        Args:
-            blocks: one for each rank.
-            round_nbytes: bytes of a block that travel in one round, if no more than ``chunk_nbytes``.
+        At most ``round_nbytes`` of a block, and at most ``chunk_nbytes``, travel in one round.
         """
         if blocks.count > 1:
             if self.accelerator is not None:
@@ -242,12 +229,7 @@ MOST_SEEN = 2**14
 
 @dataclass(slots=True)
 class MessageStep:
-    """Messages that start together.
-
-    Attributes:
-        requests: persistent.
-        stands: whether they are started again; otherwise they are freed when they are complete.
-    """
+    """Messages that start together, by persistent ``requests``. Requests that do not stand are freed when complete."""
 
     requests: list[MPI.Prequest]
     stands: bool
@@ -262,12 +244,7 @@ class Standing:
     """Requests of recurring calls, step by step; see [Note: Which requests stand]."""
 
     def __init__(self, *, most: int = MOST_REQUESTS, most_seen: int = MOST_SEEN) -> None:
-        """Not collective.
-
-        Args:
-            most: requests kept.
-            most_seen: calls remembered whose requests are not kept.
-        """
+        """Not collective. Keeps ``most`` requests, and remembers ``most_seen`` calls whose requests are not kept."""
         self._most = most
         self._most_seen = most_seen
         self._kept: dict[Hashable, list[MessageStep]] = {}  # the latest is last
@@ -286,14 +263,9 @@ class Standing:
         return found
 
     def displaced(self, key: Hashable, requests: int) -> list[Hashable] | None:
-        """Calls whose requests ``keep`` must free for those of a call that ``get`` has not found.
+        """Calls whose requests ``keep`` must free for the ``requests`` of a call that ``get`` has not found.
 
-        Args:
-            key: of the call.
-            requests: as many as it has.
-
-        Returns:
-            Keys; None if the requests of this call are not to be kept.
+        None if the requests of this call are not to be kept.
         """
         before = self._seen.pop(hash(key), None)
         if before is None or requests > self._most:
@@ -362,13 +334,7 @@ class _Steps:
         self._standing = Standing()
 
     def of(self, send: Blocks, receive: Blocks, *, own: bool) -> list[MessageStep]:
-        """Requests of one round.
-
-        Args:
-            send: what leaves.
-            receive: where what comes from rank i arrives, in block i.
-            own: every peer gets this rank's block; False: peer i gets block i.
-        """
+        """Requests of one round. Peer i gets block i of ``send``, or with ``own`` the block of this rank."""
         key = (send.place, receive.place, own)
         found = self._standing.get(key)
         if found is None:
@@ -485,10 +451,7 @@ class PairwiseExchange(_Pairs, Exchange):
 
 
 class RingGather(Gather):
-    """Neighbours are those in communicator order.
-
-    Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005, sec. 4.1.
-    """
+    """Neighbours are those in communicator order. Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005, sec. 4.1."""
 
     name = "ring"
 
@@ -573,13 +536,7 @@ class BlockMessages:
     """Equal parts of one buffer, one for each rank of a communicator, gathered and exchanged by messages."""
 
     def __init__(self, gather: Gather, exchange: Exchange, received: Scratch) -> None:
-        """Not collective.
-
-        Args:
-            gather: on the communicator; owned.
-            exchange: on the same communicator; owned.
-            received: memory for what comes from others; owned.
-        """
+        """Not collective. All three are owned; ``gather`` and ``exchange`` have the same communicator."""
         self.comm = gather.comm
         self.gather, self.exchange = gather, exchange
         self._received = received
@@ -617,18 +574,3 @@ class BlockMessages:
 
 GATHERS: tuple[type[Gather], ...] = (LibraryGather, RingGather, DoublingGather, PairwiseGather)
 EXCHANGES: tuple[type[Exchange], ...] = (LibraryExchange, PairwiseExchange)
-
-__all__ = [
-    "EXCHANGES",
-    "GATHERS",
-    "DoublingGather",
-    "Exchange",
-    "Gather",
-    "LibraryExchange",
-    "LibraryGather",
-    "Meanwhile",
-    "PairwiseExchange",
-    "PairwiseGather",
-    "Prepare",
-    "RingGather",
-]

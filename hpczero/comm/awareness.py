@@ -1,7 +1,5 @@
 """Whether this MPI can be given addresses of device memory.
 
-Owns: the questions, their order, and the reason of the answer. Must not know: transports, units.
-
 No single question can be trusted: libraries claim support that crashes, and deny support that works. The user's word
 comes first. Then the library is asked. If it claims support, two ranks try it in a job of their own, because the
 failure is a signal and not an exception. Without a proof everything goes through the host, which is always right.
@@ -54,13 +52,9 @@ def tried_once() -> tuple[bool, str]:
 
 
 def try_in_a_job(variables: Mapping[str, str]) -> tuple[bool, str]:
-    """Send device memory between two ranks started for it. Not collective; takes seconds.
+    """Send device memory between two ranks started for it: whether it worked, and what to say of it.
 
-    Args:
-        variables: the environment of this process.
-
-    Returns:
-        Whether it worked, and what to say of it.
+    Not collective; takes seconds. ``variables`` are the environment of this process.
     """
     found = launchers(variables)
     if not found:
@@ -126,12 +120,7 @@ _MPI_LIBRARY = re.compile(r"(/\S*/libmpi(?:ch)?(?:_\w+)?\.so[\w.]*)$", re.MULTIL
 
 @dataclass(frozen=True)
 class LibraryClaim:
-    """What an MPI library says of itself.
-
-    Attributes:
-        aware: whether it takes device memory; None if it does not say.
-        reason: how we know, in words.
-    """
+    """What an MPI library says of itself: whether it takes device memory (None: it does not say), and how we know."""
 
     aware: bool | None
     reason: str
@@ -158,10 +147,7 @@ def decide(
 ) -> tuple[bool, str]:
     """Answer the questions in order; also says why. Not collective.
 
-    Args:
-        wish: HPCZERO_GPU_AWARE.
-        said: what the library claims.
-        trial: called only if the library claims support.
+    ``wish`` is HPCZERO_GPU_AWARE, and ``said`` what the library claims. ``trial`` is called only if it claims support.
     """
     if wish is not None:
         return wish, f"HPCZERO_GPU_AWARE={int(wish)}"
@@ -200,12 +186,7 @@ def claim_of(
 
 
 def environment_claim(variables: Mapping[str, str], libraries: str) -> LibraryClaim:
-    """What environment variables and loaded libraries tell of MPICH, MVAPICH and their relatives.
-
-    Args:
-        variables: the environment.
-        libraries: text of /proc/self/maps.
-    """
+    """What environment variables and loaded libraries tell of MPICH, MVAPICH and their relatives; as ``claim_of``."""
     if "libmpi_gtl_cuda" in libraries:
         on = variables.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
         return LibraryClaim(
@@ -228,10 +209,8 @@ def _memory_kinds() -> str:
 def query_cuda_support(libraries: str) -> bool | None:
     """The makers' own question, ``MPIX_Query_cuda_support``; None if no MPI in this process has such a function.
 
-    Each MPI library of the process is asked by its file: its symbols are not global where Python has loaded it.
-
-    Args:
-        libraries: text of /proc/self/maps.
+    Each MPI library in ``libraries``, the text of /proc/self/maps, is asked by its file: its symbols are not global
+    where Python has loaded it.
     """
     loaded = os.RTLD_NOW | os.RTLD_NOLOAD  # never one that is not here
     for path in [*dict.fromkeys(_MPI_LIBRARY.findall(libraries)), None]:

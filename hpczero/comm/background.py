@@ -1,7 +1,5 @@
 """Operations in the background: they run while the model computes, one after the other, on a thread of their own.
 
-Owns: the thread, the order, and who hears of an error. Must not know: what the operations do.
-
 MPI matches the calls of a communicator by their order. One thread therefore makes all calls on the communicators of the
 operations. This needs an MPI that lets two threads call it at a time.
 """
@@ -32,12 +30,10 @@ class Background:
     """Runs operations in the order in which it is given them. The thread starts with the first one."""
 
     def __init__(self, watchdog: Watchdog, accelerator: Accelerator) -> None:
-        """Not collective.
+        """Not collective. ``watchdog`` looks at every operation while it runs, and not while it waits for its turn.
 
-        Args:
-            watchdog: looks at every operation while it runs. An operation that waits for its turn is not late.
-            accelerator: its device. An operation begins when the device has done what the caller had started before,
-                and has a lane of its own. It has ended when the device has done its work too.
+        An operation begins when the device has done what the caller had started before, on a lane of its own. It has
+        ended when the device has done its work too.
         """
         self._watchdog = watchdog
         self._accelerator = accelerator
@@ -46,14 +42,10 @@ class Background:
         self._last: Future[None] | None = None
 
     def start(self, what: str, operation: Callable[[], None]) -> Callable[[], None]:
-        """Run ``operation`` when its turn has come.
+        """Run ``operation`` when its turn has come; ``what`` is printed if it never ends.
 
-        Args:
-            what: printed if the operation never ends.
-            operation: touches nothing that the caller changes before it has waited.
-
-        Returns:
-            Waits for the end. It raises what the operation raised. Every later one then raises the same and is not run.
+        The operation touches nothing that the caller changes before it has waited. The result waits for the end, and
+        raises what the operation raised. Every later operation then raises the same and is not run.
         """
         if self._thread is None:
             # Daemon: a job that ends in an error must not wait for a message that never comes.
@@ -71,11 +63,7 @@ class Background:
         return future.result
 
     def drain(self) -> None:
-        """Return when nothing is under way.
-
-        Raises:
-            Exception: what an operation raised.
-        """
+        """Return when nothing is under way. Raises what an operation raised."""
         if self._last is not None:
             self._last.result()
 

@@ -1,8 +1,4 @@
-"""Calls: what a rank has called of a transport, in order: counted, timed, watched, and held against the other ranks'.
-
-Owns: the accounts (calls, bytes, seconds), and the fingerprint of the sequence. Must not know: what a call moves,
-buffers, how a transport works.
-"""
+"""Calls: what a rank has called of a transport, in order: counted, timed, watched, compared with other ranks."""
 
 from __future__ import annotations
 
@@ -26,21 +22,12 @@ class Work:
     """A started operation. ``wait`` returns when its buffers may be used again; it may be called twice."""
 
     def __init__(self, name: str, finish: Callable[[], None] | None = None) -> None:
-        """Not collective.
-
-        Args:
-            name: of the unit.
-            finish: what is left to do; None: nothing. Called again if a signal handler has raised in it.
-        """
+        """Not collective. ``finish`` does what is left; it is called again if a signal handler has raised in it."""
         self.name = name
         self._finish = finish
 
     def wait(self) -> None:
-        """Block until the operation is complete on this rank.
-
-        Raises:
-            CommError: the operation failed.
-        """
+        """Block until the operation is complete on this rank. Raises CommError if it failed."""
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -51,7 +38,7 @@ class CommStats:
     """Accounts of one transport on this rank, by operation.
 
     ``sent_nbytes`` counts the bytes that leave the rank, by the algorithm's own arithmetic. ``seconds`` is time in
-    calls and waits.
+    calls.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -85,19 +72,13 @@ AGAIN = 16  # comparisons where another call has come than the last time
 
 
 class Order:
-    """Of the calls of one transport. See [Note: Calls that are known].
-
-    Attributes:
-        comparisons: made so far.
-    """
+    """Order of the calls of one transport, and the number of ``comparisons``. See [Note: Calls that are known]."""
 
     def __init__(self, ranks: Group, *, strict: bool) -> None:
-        """Not collective.
+        """Not collective. ``ranks``, which are borrowed, make the same calls.
 
-        Args:
-            ranks: that make the same calls; borrowed.
-            strict: whether ranks compare every call (``HPCZERO_STRICT=1``). A rank that stays on the known way while
-                others leave it is then named at once, and by the watchdog otherwise.
+        With ``strict`` (``HPCZERO_STRICT=1``) ranks compare every call. A rank that stays on the known way while others
+        leave it is then named at once, and by the watchdog otherwise.
         """
         self._ranks = ranks
         self._strict = strict
@@ -109,10 +90,7 @@ class Order:
     def check(self, record: str, fingerprint: int, step: int) -> None:
         """Return when it is certain that all ranks make the call ``record`` now. Collective where it is not known.
 
-        Args:
-            record: of the call.
-            fingerprint: of the calls so far, this one included.
-            step: for messages.
+        ``fingerprint`` is of the calls so far, this one included; ``step`` is for messages.
 
         Raises:
             CommError: on every rank; one of them is about to make another call. The message names each rank that
@@ -196,24 +174,18 @@ class Exposed:
 
 
 class Calls:
-    """Of one transport, or of two that work as one. One thread at a time.
+    """Calls of one transport, or of two that work as one. One thread at a time.
 
     Attributes:
         stats: the accounts.
         exposed: seconds in which a device stood still for calls.
         fingerprint: of the sequence so far.
-        order: that all ranks make the same calls; None where there is one rank.
+        order: None where there is one rank.
         step: of the optimizer, for messages.
     """
 
     def __init__(self, ranks: Group, accelerator: Accelerator, *, strict: bool) -> None:
-        """Not collective.
-
-        Args:
-            ranks: that make the same calls.
-            accelerator: that computes beside the calls.
-            strict: whether ranks compare every call before they make it (``Order``).
-        """
+        """Not collective. ``ranks`` make the same calls; ``accelerator`` computes meanwhile; ``strict``: of Order."""
         self.stats = CommStats()
         self.exposed = Exposed(accelerator)
         self.fingerprint = self.step = 0

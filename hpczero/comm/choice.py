@@ -1,7 +1,4 @@
-"""Which transport serves a group.
-
-Owns: the names users may ask for, and the choice for ``auto``. Must not know: units, stages.
-"""
+"""The choice of a transport for a group of ranks."""
 
 from __future__ import annotations
 
@@ -159,11 +156,7 @@ def _can_overlap(group: Group, accelerator: Accelerator) -> bool:
 
 
 def check_transport_name(transport: str) -> None:
-    """Refuse a name that ``choose`` does not know. Not collective.
-
-    Raises:
-        ConfigError: the name is unknown; the message has the known ones.
-    """
+    """Raise ConfigError on a name that ``choose`` does not know. Not collective."""
     known = get_args(Transport)
     if transport not in known:
         raise ConfigError(f"transport: got {transport!r}, expected one of {', '.join(known)}")

@@ -274,12 +274,8 @@ class Collectives(ABC):
     ) -> npt.NDArray[np.float64]:
         """``values`` of every rank in rank order, as (ranks, len(values)). Blocking. Collective.
 
-        It is for the few numbers of a step. Every rank gets the same bits, which an MPI sum does not promise.
-
-        Args:
-            values: this rank's.
-            name: for messages.
-            replicas: whether ranks are ``everybody``, who hold the same things several times, or ``group``.
+        It is for the few numbers of a step. Every rank gets the same bits, which an MPI sum does not promise. Ranks are
+        those of ``group``, or with ``replicas`` of ``everybody``, who hold the same things several times.
         """
         ranks = self.everybody if replicas else self.group
         sent = values.nbytes * (ranks.size - 1)
@@ -327,10 +323,7 @@ class Collectives(ABC):
         return (full.numel() - shard_numel) * full.element_size()
 
     def waiting(self) -> AbstractContextManager[object]:
-        """Context around a wait for other ranks that is no call of its own.
-
-        It counts as time in calls. Not collective.
-        """
+        """Context around a wait for other ranks that is no call of its own; it is time in calls. Not collective."""
         return self.calls.timed(None)
 
     def _all_gather_again(
@@ -456,16 +449,11 @@ CHUNK = 2**28  # elements of one message: MPI counts bytes in 32 bits
 def trade(
     collectives: Collectives, outgoing: Sequence[Sequence[Tensor]], *, name: str
 ) -> list[list[Tensor]]:
-    """Send the tensors ``outgoing[index]`` to each rank of ``collectives.group``. Blocking. Collective over that group.
+    """Send the tensors ``outgoing[index]`` to each rank, and get (ranks,) what each has sent to this one.
 
-    Args:
-        collectives: whose group, in the order of ``group.ordered``, and whose accounts.
-        outgoing: (ranks,) of each any number of flat fp32 tensors of any length in memory of the host. Bits are moved,
-            not numbers.
-        name: for messages.
-
-    Returns:
-        (ranks,) what each of them has sent to this one.
+    Blocking. Collective over ``collectives.group``, in the order of ``group.ordered``. ``outgoing`` has any number of
+    flat fp32 tensors for each rank, of any length and in memory of the host. Bits are moved, not numbers. ``name`` is
+    for messages.
     """
     group = collectives.group
     packed = [_packed(tensors) for tensors in outgoing]

@@ -1,7 +1,6 @@
 """How MPI gets at device memory: not at all, by its address, or through pinned memory of the host.
 
-Owns: the waits before MPI is called (accelerator/base.py: [Note: Two clocks]) and the choice of the wrapper around each
-algorithm. Must not know: which algorithm, units, nodes.
+Before MPI is called the device is waited for (accelerator/base.py: [Note: Two clocks]).
 """
 
 from __future__ import annotations
@@ -231,10 +230,7 @@ class Reach:
         return
 
     def broadcast(self, comm: MPI.Intracomm, blocks: Blocks, root: int) -> None:
-        """Give every rank ``root``'s block 0.
-
-        Collective over ``comm``. It is rare, so it goes through the host, in pieces.
-        """
+        """Give every rank ``root``'s block 0. Collective over ``comm``. It is rare: it goes through the host."""
         for piece in blocks.pieces(CHUNK_BYTES):
             device = piece.view(0)
             host = device.cpu()
@@ -317,11 +313,7 @@ class _InFlight(NamedTuple):
 
 
 class StepsUnderWay:
-    """Steps under way, oldest first. Between two ranks messages arrive in the order in which they were sent.
-
-    Attributes:
-        sent: messages so far.
-    """
+    """Steps under way, oldest first, and the number of messages ``sent``, which arrive in order."""
 
     def __init__(self, comm: MPI.Intracomm, reach: Reach) -> None:
         """Not collective; ``comm`` is borrowed, and carries nothing else meanwhile."""

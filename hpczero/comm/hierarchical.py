@@ -1,8 +1,5 @@
 """The two-level transport: rails between nodes, a node level inside.
 
-Owns: which level goes first, what is put off, and what goes on in the background. Must not know: how a level moves
-bytes, units, stages.
-
 With G nodes of L ranks, rank (node g, local l) owns shard l*G + g. Rail l joins the ranks with local rank l.
 
     all_gather       rail: shards l*G .. l*G+G-1, contiguous | node: parts l = 0 .. L-1, contiguous
@@ -235,8 +232,7 @@ class Hierarchical(Collectives):
     def select(self, selection: Selection) -> None:
         """Use other algorithms between nodes from the next call on. Equal on all ranks; not collective.
 
-        Raises:
-            ConfigError: an algorithm does not work on this number of nodes.
+        Raises ConfigError on an algorithm that does not work on this number of nodes.
         """
         if self._background is not None:
             self._background.drain()

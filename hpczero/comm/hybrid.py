@@ -1,15 +1,12 @@
 """The hybrid transport: shards over one group of ranks, and replicas of every shard over another.
 
-Owns: which of two transports moves what, and the sum of a shard's gradient over its replicas. Must not know: how either
-moves bytes, units, stages.
-
     all_gather       inside: the shards of one group, which lies near together
     reduce_scatter   inside: this rank's shard of the group's sum | outside: summed over the replicas of the shard
 
-Parameters never leave the group; between groups travels one shard of the gradient per rank and step. Where a group is
-a node, the order of the sum is that of one group over all nodes: a tree in each node, then over nodes.
+Parameters never leave the group; between groups travels one shard of the gradient per rank and step. Where a group is a
+node, the order of the sum is that of one group over all nodes: a tree in each node, then over nodes.
 
-Source: Zhang et al., MiCS, arXiv 2205.00119, sec. 3.4; FSDP's hybrid sharding, arXiv 2304.11277, sec. 3.2.2 (issue 19).
+Source: Zhang et al., MiCS, arXiv 2205.00119, sec. 3.4; FSDP's hybrid sharding, arXiv 2304.11277, sec. 3.2.2.
 """
 
 from __future__ import annotations

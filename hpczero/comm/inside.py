@@ -1,4 +1,4 @@
-"""What the ranks of a node share: their places, segments of shared memory, and the level inside a node."""
+"""What the ranks of a node share: segments of shared memory, counters, blocks of peers, and the level of a node."""
 
 from __future__ import annotations
 
@@ -81,8 +81,7 @@ class NodeLevel(ABC):
     def spread(self, full: Tensor) -> Callable[[], None] | None:
         """Give every rank of the node all parts of ``full``, in place. Each rank has its own part already.
 
-        Returns:
-            What is left to do before the parts of others may be read; None for nothing.
+        The result is what is left to do before the parts of others may be read; None for nothing.
         """
 
     @abstractmethod
@@ -176,13 +175,9 @@ class Segment:
 
     @classmethod
     def create(cls, node: MPI.Intracomm, nbytes: int, what: str, *, mapped: bool = True) -> Segment:
-        """Make a segment. Collective over ``node``.
+        """Make a segment of ``nbytes``, rounded up to pages. Collective over ``node``, whose ranks may share memory.
 
-        Args:
-            node: ranks that may share memory.
-            nbytes: size; rounded up to pages.
-            what: names it in messages.
-            mapped: whether this process sees all of it; False for who maps parts of it by itself.
+        ``what`` names it in messages. ``mapped`` is False for who maps parts of the segment by itself.
 
         Raises:
             CommError: it cannot be made, or some rank cannot see it; on every rank.
@@ -214,8 +209,7 @@ class Segment:
     def claim(self, start: int, stop: int) -> None:
         """Have memory behind bytes ``start`` to ``stop``, near this rank.
 
-        Raises:
-            CommError: there is no memory left ([Note: Full /dev/shm]).
+        Raises CommError if there is no memory left ([Note: Full /dev/shm]).
         """
         if stop > start:
             try:
@@ -238,12 +232,9 @@ class Counters:
     """Numbers that only grow, ``columns`` for each rank of a node. They say what each rank has done so far."""
 
     def __init__(self, node: MPI.Intracomm, columns: int, *, naps: bool = False) -> None:
-        """Collective over ``node``.
+        """Collective over ``node``, which is borrowed. Each rank has ``columns`` numbers.
 
-        Args:
-            node: borrowed.
-            columns: how many numbers each rank has.
-            naps: whether a long wait sleeps between looks, because another thread of the process has work for the core.
+        With ``naps`` a long wait sleeps between looks, because another thread of the process has work for the core.
         """
         self._node = node
         self._naps = naps
@@ -339,11 +330,7 @@ def addresses(nbytes: int) -> Tensor:
 
 
 def map_at(address: int, nbytes: int, flags: int, file: int, begin: int) -> None:
-    """Put bytes of ``file`` from ``begin`` on behind ``address``, instead of what is there.
-
-    Raises:
-        OSError: the kernel will not.
-    """
+    """Put bytes of ``file`` from ``begin`` on behind ``address``, instead of what is there. Raises OSError."""
     if _mmap(address, nbytes, READ_WRITE, flags | FIXED, file, begin) != address:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -359,8 +346,7 @@ _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.
 class PeerBlocks:
     """One block of accelerator memory of each rank of a node, which all of them see.
 
-    Attributes:
-        parts: (nbytes,) uint8 of each rank, in the order of the communicator.
+    ``parts`` are (nbytes,) uint8 of each rank, in the order of the communicator.
     """
 
     def __init__(
@@ -371,14 +357,10 @@ class PeerBlocks:
         nbytes: int,
         what: str = "memory",
     ) -> None:
-        """Export this rank's block and map those of its peers. Collective over ``group``.
+        """Export this rank's block and map those of its peers. Collective over ``group``, which agrees on failures.
 
-        Args:
-            group: agrees on failures.
-            node: ranks of the group on this node; borrowed.
-            accelerator: of this rank; ranks of a node may share one device.
-            nbytes: of each block, equal on all ranks of the node.
-            what: names it in messages.
+        ``node`` has the ranks of the group on this node, which may share one device. ``nbytes`` of each block are equal
+        on all ranks of the node. ``what`` names the memory in messages.
 
         Raises:
             CommError: there is not enough memory, or peers cannot map it; on every rank.

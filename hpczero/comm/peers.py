@@ -148,13 +148,8 @@ IN_TURN = 2
 class BufferPlace:
     """Some bytes of this rank's part that one gradient at a time may hold.
 
-    Attributes:
-        start: first byte in this rank's part.
-        nbytes: number of bytes.
-        is_kept: whether it belongs to a gradient that is kept; its bytes are counted there.
-        claimed: number of these bytes that have memory behind them.
-        taken: whether a gradient holds it.
-        reduction: number of the last reduction that read it.
+    Of its ``nbytes``, ``claimed`` have memory behind them. ``is_kept``: it belongs to a gradient that is kept, where
+    its bytes are counted. ``reduction`` is the number of the last reduction that read it.
     """
 
     start: int
@@ -213,10 +208,8 @@ class GradientBuffer(Buffer):
 class SharedGradients:
     """Gradients of one level. Methods are collective over the node unless they say otherwise.
 
-    Attributes:
-        memory: ledger. Places that are not kept count as ``exchange`` from their first use, or from the start where all
-            of them have memory.
-        device: of gradients that have no place.
+    Places that are not kept count in ``memory`` as ``exchange`` from their first use, or from the start where all of
+    them have memory. Gradients that have no place are on ``device``.
     """
 
     def __init__(self, level: SharedLevel, *, tells_late: bool) -> None:
@@ -272,9 +265,8 @@ class SharedGradients:
     ) -> None:
         """Use memory of the node from now on. Not collective.
 
-        Args:
-            parts: (nbytes,) uint8 of every rank of the node; the places begin at the start of each.
-            claim: has memory behind bytes of this rank's part, given the first and the last; None where it is there.
+        The places begin at the start of each of ``parts``, (nbytes,) uint8 of every rank of the node. ``claim`` has
+        memory behind bytes of this rank's part, given the first and the last; None where it is there.
         """
         self._parts, self._claim = parts, claim
         start = parts[self._rank].data_ptr()
@@ -397,11 +389,7 @@ class Ipc(SharedLevel):
 
     @override
     def settle(self) -> None:
-        """Export this rank's block and map those of its peers. Collective over the group.
-
-        Raises:
-            CommError: there is not enough memory, or peers cannot map it; on every rank.
-        """
+        """Export this rank's block and map those of its peers. Collective over the group. Raises as ``PeerBlocks``."""
         places = pulled_nbytes(self._part_nbytes)
         self._place_nbytes = places // PULLED_IN_TURN
         self._first_place = padded(self._gradients.lay_out(), PLACE_ALIGNMENT)

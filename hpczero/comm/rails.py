@@ -1,8 +1,4 @@
-"""The level between nodes: ranks with the same local rank, each over its own connection.
-
-Owns: the algorithm for each size, the pieces in which sums and messages overlap, and the dtype of partial sums on the
-network. Must not know: how the ranks of a node share, units, stages.
-"""
+"""The level between nodes: ranks with the same local rank, each over its own connection."""
 
 from __future__ import annotations
 
@@ -108,8 +104,7 @@ class Selection:
     def parse(cls, text: str) -> Selection:
         """Selection from ``all_gather=ring,reduce_scatter=pairwise``; an operation that is left out keeps its default.
 
-        Raises:
-            ConfigError: an operation or an algorithm does not exist.
+        Raises ConfigError on an operation or an algorithm that does not exist.
         """
         chosen = {"all_gather": DEFAULT.gathers[0], "reduce_scatter": DEFAULT.exchanges[0]}
         for operation, algorithm in named_algorithms(text).items():
@@ -146,8 +141,7 @@ class Selection:
     def from_json(cls, value: Mapping[str, Any], *, origin: str) -> Selection:
         """The selection that ``as_json`` wrote.
 
-        Raises:
-            ValueError: the value has another form, or names algorithms that this version does not have.
+        Raises ValueError if it has another form, or names algorithms that this version does not have.
         """
         try:
             gathers, exchanges = (
@@ -212,8 +206,7 @@ class BetweenLevel(ABC):
     def select(self, selection: Selection) -> None:
         """Use other algorithms from now on. Equal on all ranks; not collective.
 
-        Raises:
-            ConfigError: an algorithm does not work between these nodes.
+        Raises ConfigError on an algorithm that does not work between these nodes.
         """
 
     @abstractmethod
@@ -233,10 +226,8 @@ class BetweenLevel(ABC):
     def gather(self, full: Tensor, shard_numel: int) -> None:
         """Bring the shards of other nodes to this node, in place. Collective over all ranks of the group.
 
-        Args:
-            full: (num_shards * shard_numel,), this rank's shard in its slice. Afterwards each element of it is on a
-                rank of this node.
-            shard_numel: elements of one rank's shard.
+        ``full`` has (num_shards * shard_numel,) elements, this rank's shard in its slice. Afterwards each element is on
+        a rank of this node.
         """
 
     @abstractmethod
@@ -271,12 +262,7 @@ NARROWED_NUMEL = 4 * 2**20
 
 
 class Rails(BetweenLevel):
-    """This rank's rail. The other rails of its node do the same at the same time.
-
-    Attributes:
-        comm: one rank of every node, in the order of the nodes; borrowed.
-        selection: which algorithm serves which size.
-    """
+    """This rank's rail: ``comm`` has one rank of every node. Other rails of the node do the same meanwhile."""
 
     def __init__(
         self,
@@ -290,17 +276,11 @@ class Rails(BetweenLevel):
         chunk_nbytes: int = CHUNK_BYTES,
         reach: Reach | None = None,
     ) -> None:
-        """Not collective.
+        """Not collective. ``comm`` must outlive the rails, and carries nothing else while they move bytes.
 
-        Args:
-            comm: must outlive the rails. It carries nothing else while they move bytes.
-            memory: ledger of buffers.
-            local_size: ranks of each node.
-            local_rank: place of the rail's ranks on their nodes.
-            node_dtype: each node's partial sum is rounded to it.
-            selection: equal on all ranks.
-            chunk_nbytes: most bytes of one shard that a single MPI call moves.
-            reach: as in Collectives.
+        Its ranks have place ``local_rank`` of the ``local_size`` ranks of their nodes. Each node's partial sum is
+        rounded to ``node_dtype``. ``selection`` is equal on all ranks. A single MPI call moves at most ``chunk_nbytes``
+        of one shard.
 
         Raises:
             ConfigError: an algorithm that does not work on this number of nodes.
@@ -461,12 +441,9 @@ class Rails(BetweenLevel):
 
 
 def sum_of_node(blocks: Sequence[Tensor], into: Tensor, comm: MPI.Intracomm) -> None:
-    """Set ``into`` to the partial sum of one node, rounded once to its dtype. Not collective.
+    """Set ``into`` to the partial sum of one node, rounded once to its dtype, that of the network. Not collective.
 
-    Args:
-        blocks: what each local rank has, in local order.
-        into: of the same shape, in the dtype of the network.
-        comm: whose messages go on meanwhile.
+    ``blocks`` are what each local rank has, in local order. Messages of ``comm`` go on meanwhile.
     """
     narrow = into.dtype is not torch.float32
     most = min(piece_numel(into.device), NARROWED_NUMEL if narrow else 2**62)

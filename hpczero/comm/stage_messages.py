@@ -1,14 +1,11 @@
 """StageMessages: tensors from stage to stage of a pipeline, and who waits for whom.
 
-Owns: the form of a message, its tag, its memory until it is delivered, and the accounts. Must not know: schedules,
-models, autograd, shards.
-
     sender     [form, with the first of a step] [data] ...     each kept until MPI has delivered it
     receiver   posts a receive one action ahead, waits for it when the action begins
 
 The first activation that passes a boundary in a step says shape and dtype; the others of the step must be like it, and
 gradients come back in the same form. A wait is watched, by a text that names stage, micro-batch and direction. A stage
-that stands still is then named when the watchdog ends the job (issue 19).
+that stands still is then named when the watchdog ends the job.
 """
 
 from __future__ import annotations
@@ -45,14 +42,10 @@ NAP_S = 200e-6
 
 @contextmanager
 def progress(group: Group, accelerator: Accelerator) -> Iterator[None]:
-    """Context in which messages over ``group`` go on by themselves. Not collective.
+    """Context in which messages over any communicator of ``group`` go on by themselves. Not collective.
 
     It does nothing inside one node, where the receiver fetches what it needs, nor with an MPI that lets one thread call
-    it.
-
-    Args:
-        group: whose messages; any of its communicators' will do.
-        accelerator: device of the rank, of which an MPI may copy.
+    it. MPI may copy memory of ``accelerator``.
     """
     if group.num_nodes == 1 or not can_run_in_background():
         yield
@@ -143,21 +136,16 @@ class _Posted(NamedTuple):
 
 
 class StageMessages:
-    """The messages of one rank to and from its neighbours in ``group``; rank s of it is stage s.
+    """The messages of one rank to and from its neighbours in ``group``, and their accounts; rank s of it is stage s.
 
     Nothing is collective but ``last_says``. Each call on one stage has its counterpart on a neighbour.
-
-    Attributes:
-        stats: what was sent and waited for.
     """
 
     def __init__(self, group: Group, *, chunks: int = 1, reach: Reach | None = None) -> None:
-        """Not collective.
+        """Not collective. ``group`` is borrowed; nothing else sends messages with tags over its ``comm``.
 
-        Args:
-            group: the stages, in order; borrowed. Nothing else sends messages with tags over its ``comm``.
-            chunks: pieces of the model on each stage; piece ``c * stages + s`` lies on stage s.
-            reach: where the tensors are, and how MPI gets at them; None for the host's memory.
+        Each stage has ``chunks`` pieces of the model; piece ``c * stages + s`` lies on stage s. ``reach`` says where
+        the tensors are, and how MPI gets at them; None for the host's memory.
         """
         self.stats = MessageStats()
         self._group = group
@@ -172,11 +160,7 @@ class StageMessages:
         self._turns = max((int(most or 32767) + 1) // (KINDS * (self._pieces + 1)), 1)
 
     def begin(self, settings: int) -> None:
-        """Begin a step: forms are sent anew.
-
-        Args:
-            settings: a number that stands for what all stages must have alike; neighbours compare it.
-        """
+        """Begin a step: forms are sent anew. Neighbours compare ``settings``, a number equal on all stages."""
         self._forms.clear()
         self._settings = settings
 
@@ -187,11 +171,7 @@ class StageMessages:
     # --- sending -------------------------------------------------------------------------------------------------
 
     def send(self, message: Message, data: Tensor) -> None:
-        """Start to send ``data``; returns at once, and keeps it until it is delivered.
-
-        Args:
-            message: what it is, and for whom.
-            data: floating point, contiguous; nobody writes to it any more.
+        """Start to send ``data``, contiguous floating point; returns at once, and keeps it until it is delivered.
 
         Raises:
             StepError: its shape or dtype is not that of the first micro-batch of this step, or cannot be sent.
@@ -266,10 +246,7 @@ class StageMessages:
         self._posted[message] = _Posted(requests, data, memory)
 
     def receive(self, message: Message) -> Tensor:
-        """Wait for a message.
-
-        Returns:
-            A new tensor on the device, of the shape and dtype that the sender said.
+        """Wait for a message: a new tensor on the device, of the shape and dtype that the sender said.
 
         Raises:
             StepError: the sender runs the step with other settings.
@@ -309,15 +286,9 @@ class StageMessages:
     # --- between the first and the last stage, and among all -----------------------------------------------------
 
     def swap(self, mine: Tensor, peer: int, *, name: str) -> Tensor:
-        """What stage ``peer`` has where this one has ``mine``; both call it.
+        """What stage ``peer`` has where this one has ``mine``, a contiguous tensor on the device; both call it.
 
-        Args:
-            mine: contiguous, on the device.
-            peer: stage.
-            name: of the parameter, for messages.
-
-        Returns:
-            A new tensor of the same shape and dtype.
+        The result is a new tensor of the same shape and dtype. ``name`` is that of the parameter, for messages.
         """
         theirs = torch.empty_like(mine)
         source, target = self._reach.outgoing(mine), self._reach.incoming(theirs)

@@ -25,6 +25,8 @@ from hpczero.errors import CommError
 from hpczero.job.group import Group
 from hpczero.job.messages import hand_out
 
+Say = Callable[[], str]  # names a call, for an error
+
 
 class SumCall(NamedTuple):
     """What a rank tells the others of its call.
@@ -41,33 +43,19 @@ class SumCall(NamedTuple):
 
 
 class Path(ABC):
-    """One way to exchange tensors over ``group``.
-
-    Attributes:
-        group: borrowed.
-        room_nbytes: bytes that one rank brings to one exchange at most, a multiple of 64 for each rank.
-    """
+    """One way to exchange tensors over ``group``: each rank brings at most ``room_nbytes`` to one exchange."""
 
     def __init__(self, group: Group, room_nbytes: int) -> None:
-        """Not collective.
-
-        Args:
-            group: the ranks.
-            room_nbytes: rounded up to 64 bytes for each rank.
-        """
+        """Not collective. ``room_nbytes`` are rounded up to 64 bytes for each rank."""
         self.group = group
         unit = 64 * group.size
         self.room_nbytes = max(1, -(-room_nbytes // unit)) * unit
 
-    def gather(self, own: Tensor, call: SumCall, say: Callable[[], str]) -> Gathered:
+    def gather(self, own: Tensor, call: SumCall, say: Say) -> Gathered:
         """What every rank brings. Collective over the group.
 
-        The rows may lie in memory of others. Read them before the next exchange.
-
-        Args:
-            own: any shape and strides; ranks may bring different numbers of elements.
-            call: with ``numel``.
-            say: names the call where ranks differ.
+        The rows may lie in memory of others. Read them before the next exchange. Ranks may bring different numbers of
+        elements, of any shape and strides: ``call`` has the number. ``say`` names the call where ranks differ.
 
         Raises:
             CommError: ranks are in different calls; on every rank.
@@ -75,16 +63,11 @@ class Path(ABC):
         calls, rows = self._in_pieces([own], call, say, whole=True)
         return Gathered(rows, [other.length for other in calls])
 
-    def swap(self, parts: Sequence[Tensor], call: SumCall, say: Callable[[], str]) -> list[Tensor]:
-        """What every rank has brought for this one. Collective over the group.
+    def swap(self, parts: Sequence[Tensor], call: SumCall, say: Say) -> list[Tensor]:
+        """What every rank has brought for this one, as flat rows. Collective over the group.
 
-        Args:
-            parts: one for each rank, any strides. Part i has the same shape on every rank.
-            call: without ``numel``.
-            say: names the call where ranks differ.
-
-        Returns:
-            Flat rows, one from each rank. They may lie in memory of others: read them before the next exchange.
+        The rows may lie in memory of others. Read them before the next exchange. ``parts`` has one tensor for each
+        rank, of any strides; part i has the same shape on every rank. ``call`` has no number. ``say`` names the call.
 
         Raises:
             CommError: ranks are in different calls; on every rank.
@@ -92,7 +75,7 @@ class Path(ABC):
         return self._in_pieces(parts, call, say, whole=False)[1]
 
     def _in_pieces(
-        self, parts: Sequence[Tensor], call: SumCall, say: Callable[[], str], *, whole: bool
+        self, parts: Sequence[Tensor], call: SumCall, say: Say, *, whole: bool
     ) -> tuple[list[SumCall], list[Tensor]]:
         """As ``_exchange``, in as many exchanges as the room takes."""
         ranks = self.group.size
@@ -117,22 +100,12 @@ class Path(ABC):
 
     @abstractmethod
     def _exchange(
-        self,
-        parts: Sequence[Tensor],
-        call: SumCall,
-        say: Callable[[], str],
-        *,
-        whole: bool,
-        start: int = 0,
+        self, parts: Sequence[Tensor], call: SumCall, say: Say, *, whole: bool, start: int = 0
     ) -> tuple[list[SumCall], list[Tensor]]:
         """One exchange: what every rank says of its call, and what it has brought for this rank, flat.
 
-        Args:
-            parts: one for each rank that fits its share of the room; with ``whole`` one alone, for all.
-            call: of this rank.
-            say: names the call where ranks differ.
-            whole: whether all ranks read the same.
-            start: elements of the call that earlier exchanges have moved.
+        ``parts`` are one for each rank that fits its share of the room; with ``whole`` one alone, which all ranks read.
+        Earlier exchanges of the call have moved ``start`` elements.
         """
 
     def done(self) -> None:
@@ -143,7 +116,7 @@ class Path(ABC):
     def close(self) -> None:
         """Give memory and communicators back. Collective over the group."""
 
-    def _check(self, calls: Sequence[SumCall], say: Callable[[], str]) -> None:
+    def _check(self, calls: Sequence[SumCall], say: Say) -> None:
         """Raise if ranks are in different calls. All see the same ``calls``, so all raise."""
         kinds = [call.kind for call in calls]
         if len(set(kinds)) == 1:
@@ -164,12 +137,7 @@ class Path(ABC):
 
 
 class Gathered(NamedTuple):
-    """What ``Path.gather`` has found.
-
-    Attributes:
-        rows: what each rank brought, flat.
-        lengths: ``SumCall.length`` of each rank.
-    """
+    """What ``Path.gather`` has found: what each rank brought, flat, and ``SumCall.length`` of each rank."""
 
     rows: list[Tensor]
     lengths: list[int]
@@ -199,12 +167,8 @@ def _piece(own: Tensor, start: int, room: int) -> Tensor:
 def give_values(group: Group, tensor: Tensor) -> None:
     """Give every rank the values of the group's rank 0, in place. Collective over ``group``.
 
-    Args:
-        group: the ranks.
-        tensor: any dtype, device and strides; the same dtype and shape on every rank.
-
-    Raises:
-        CommError: on a tensor without memory.
+    ``tensor`` has any dtype, device and strides; the same dtype and shape on every rank. Raises CommError without
+    memory.
     """
     if tensor.is_meta:
         raise CommError(
@@ -223,23 +187,15 @@ class MessagePath(Path):
     """Ranks that send each other what they bring."""
 
     def __init__(self, group: Group, *, room_nbytes: int = MESSAGE_NBYTES) -> None:
-        """Collective over ``group``.
+        """Collective over ``group``, which is borrowed. One rank sends ``room_nbytes`` in one exchange.
 
-        Args:
-            group: borrowed. Messages have a communicator of their own: another thread may reduce gradients meanwhile.
-            room_nbytes: bytes that one rank sends in one exchange.
+        Messages have a communicator of their own: another thread may reduce gradients meanwhile.
         """
         super().__init__(group.beside(), room_nbytes)
 
     @override
     def _exchange(
-        self,
-        parts: Sequence[Tensor],
-        call: SumCall,
-        say: Callable[[], str],
-        *,
-        whole: bool,
-        start: int = 0,
+        self, parts: Sequence[Tensor], call: SumCall, say: Say, *, whole: bool, start: int = 0
     ) -> tuple[list[SumCall], list[Tensor]]:
         group, dtype, device = self.group, parts[0].dtype, parts[0].device
         found = np.empty((group.size, len(call)), dtype=np.int64)
@@ -290,13 +246,7 @@ class Bell:
     """Tells others that a counter has changed, and waits for theirs."""
 
     def __init__(self, comm: MPI.Intracomm, counters: Counters, column: int) -> None:
-        """Not collective.
-
-        Args:
-            comm: the ranks of the counters; MPI's messages go on while this one waits.
-            counters: borrowed.
-            column: which of their numbers.
-        """
+        """Not collective. ``column``: of ``counters``; messages of ``comm`` go on while this rank waits."""
         self._comm, self._counters, self._column = comm, counters, column
         self._addresses = [
             ctypes.c_void_p(counters.address(rank, column)) for rank in range(comm.size)
@@ -352,12 +302,7 @@ class SharedPath(Path):
     def __init__(
         self, group: Group, accelerator: Accelerator, *, room_nbytes: int = ROOM_NBYTES
     ) -> None:
-        """Collective over ``group``.
-
-        Args:
-            group: borrowed; all its ranks are on one node.
-            accelerator: whose memory the tensors are in.
-            room_nbytes: of one half of a block.
+        """Collective over ``group``, borrowed, on one node. ``room_nbytes``: of one half of a block.
 
         Raises:
             CommError: there is not enough memory, or ranks cannot map it; on every rank.
@@ -373,13 +318,7 @@ class SharedPath(Path):
 
     @override
     def _exchange(
-        self,
-        parts: Sequence[Tensor],
-        call: SumCall,
-        say: Callable[[], str],
-        *,
-        whole: bool,
-        start: int = 0,
+        self, parts: Sequence[Tensor], call: SumCall, say: Say, *, whole: bool, start: int = 0
     ) -> tuple[list[SumCall], list[Tensor]]:
         group, counters, dtype = self.group, self._counters, parts[0].dtype
         room = self.room_nbytes if whole else self.room_nbytes // group.size
@@ -451,11 +390,9 @@ class Sums:
     """
 
     def __init__(self, group: Group, make: Callable[[Group, torch.device], Path]) -> None:
-        """Not collective.
+        """Not collective. ``group`` must outlive the sums.
 
-        Args:
-            group: must outlive the sums.
-            make: makes a path for tensors on a device; collective. It is called with the first tensor of each.
+        ``make``, which is collective, makes a path for tensors on a device. It is called with the first tensor of each.
         """
         self.group = group
         self.rank, self.size = group.rank, group.size
@@ -608,14 +545,10 @@ class Sums:
             return most.view(tensor.shape)
 
     def compare(self, what: str, tensor: Tensor) -> None:
-        """Have the next call find out whether all ranks have the same ``tensor`` here. Costs no exchange.
+        """Have the next call find out whether all ranks have the same ``tensor`` here. Not collective; no exchange.
 
-        Not collective. Several may be compared before the next call. Tensors on a device are not compared: it would
-        have to be waited for.
-
-        Args:
-            what: names it in the message.
-            tensor: any dtype and strides; it is read once.
+        ``what`` names the tensor in the message. Several may be compared before the next call. Tensors on a device are
+        not compared: it would have to be waited for.
         """
         if self.size > 1 and tensor.device.type == "cpu":
             before, checksum = self._compared or (what, 0)
@@ -645,7 +578,7 @@ class Sums:
     @contextmanager
     def _call(
         self, verb: str, tensor: Tensor, *dims: int, shape: Sequence[int] | None = None
-    ) -> Iterator[tuple[Path, int, Callable[[], str]]]:
+    ) -> Iterator[tuple[Path, int, Say]]:
         """The path, a number for the call and its words; around it the watchdog and the accounts."""
         self.open(tensor.device)
         shape = tuple(tensor.shape if shape is None else shape)
@@ -675,21 +608,14 @@ class Sums:
         self.stats.sent_nbytes[verb] += to * tensor.numel() * tensor.element_size()
 
     def _sum_of_all(
-        self,
-        path: Path,
-        tensor: Tensor,
-        call: SumCall,
-        say: Callable[[], str],
-        into: Tensor | None = None,
+        self, path: Path, tensor: Tensor, call: SumCall, say: Say, into: Tensor | None = None
     ) -> Tensor:
         """Everybody reads everything and sums it."""
         self._count("all_reduce", tensor, to=self.size - 1)
         rows = path.gather(tensor, call, say).rows
         return in_rank_order(rows, into).view(tensor.shape)
 
-    def _sum_of_parts(
-        self, path: Path, parts: Sequence[Tensor], call: SumCall, say: Callable[[], str]
-    ) -> Tensor:
+    def _sum_of_parts(self, path: Path, parts: Sequence[Tensor], call: SumCall, say: Say) -> Tensor:
         """The sum of own parts, flat."""
         verb = "all_reduce" if call.numel else "reduce_scatter"
         for rank, part in enumerate(parts):
@@ -707,9 +633,7 @@ class Sums:
 def in_rank_order(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
     """The sum of flat rows, one behind the other, in fp32 (fp64 for fp64), rounded once to their dtype.
 
-    Args:
-        rows: two or more of one shape and dtype. They are read only.
-        into: where to put the sum, of the same shape and dtype; None makes a tensor.
+    ``rows`` are two or more of one shape and dtype, and are read only. The sum goes ``into`` a tensor like them.
     """
     out = torch.empty_like(rows[0]) if into is None else into
     if len(rows) == 2:  # torch adds halves in fp32 and rounds once

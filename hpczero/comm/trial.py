@@ -1,7 +1,6 @@
-"""Two ranks send device memory to each other.
+"""Two ranks send device memory to each other: ``mpirun -n 2 python -m hpczero.comm.trial``.
 
-Run as ``mpirun -n 2 python -m hpczero.comm.trial``. Owns: the trial. Must not know: what is decided by it. A
-signal may kill it; its caller expects that.
+A signal may kill it; its caller expects that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Measuring which algorithm is fastest for which size between these nodes.
 
-Owns: the candidates, the measurement, and the file that keeps it for the next job. Must not know: buffers of units,
-stages, what a selection is used for.
-
 [Note: Measuring]
 Sizes go from small blocks to large ones. Every candidate does the real operation, sums included, on all rails at once.
 Its time is that of the slowest rank, and the least of a few runs: noise only adds. A candidate far slower than the best
@@ -58,13 +55,9 @@ def bucket(nodes: int) -> int:
 
 @dataclass(frozen=True)
 class Sample:
-    """Nodes that measure together.
+    """``local_size`` ranks on each of some of the ``nodes``, which measure together.
 
-    Attributes:
-        comm: one rank of each; whoever made the sample frees it.
-        nodes: number of all nodes, of which these are some.
-        local_size: ranks of each node.
-        reach: where the buffers are.
+    ``comm`` has one rank of each; whoever made the sample frees it. ``reach`` says where the buffers are.
     """
 
     comm: MPI.Intracomm
@@ -142,11 +135,9 @@ def tune(
 ) -> Selection:
     """The selection for these nodes: remembered, or measured in about BUDGET_S seconds. Collective over the group.
 
-    Args:
-        group: several nodes of equal size.
-        node_dtype: dtype of partial sums on the network.
-        fresh: whether to measure even if something is remembered.
-        reach: where the buffers will be, and how MPI gets at them; None for the host's memory.
+    ``group`` has several nodes of equal size. Partial sums travel in ``node_dtype``. ``fresh`` measures even if
+    something is remembered. ``reach`` says where the buffers will be, and how MPI gets at them; None for the host's
+    memory.
     """
     reach = reach or HostReach()
     path = cache_file(group, reach)
@@ -172,7 +163,7 @@ def cache_file(group: Group, reach: Reach | None = None) -> Path:
     """Where the selection for this kind of nodes is kept. Collective over the group; equal on all ranks.
 
     Nodes are of one kind if their names differ in digits only. A job that lands on other nodes of the same cluster then
-    uses what the first one measured, also on some more or fewer of them (sample.py, [Note: Sample]).
+    uses what the first one measured, also on some more or fewer of them ([Note: Sample]).
     """
     nodes = group.num_nodes
     fitting = [kind.name for kind in (*GATHERS, *EXCHANGES) if kind.fits(nodes)]
@@ -219,12 +210,7 @@ def _remember(path: Path, selection: Selection) -> None:
 
 
 class Candidates(NamedTuple):
-    """What competes for one operation.
-
-    Attributes:
-        choices: the default first.
-        trial: context in which one of them runs at a size.
-    """
+    """What competes for one operation, the default first, and a context in which a candidate runs at a size."""
 
     choices: tuple[AlgorithmChoice, ...]
     trial: Callable[[AlgorithmChoice, int], AbstractContextManager[Trial]]
@@ -298,10 +284,7 @@ def _measure(
 
 
 def _that_differ(choices: list[AlgorithmChoice], nbytes: int) -> list[AlgorithmChoice]:
-    """Choices without those that do the same as an earlier one at this size.
-
-    A block that is short enough is one round.
-    """
+    """Choices without those that do the same as an earlier one at this size: a short block is one round."""
     rounds = {
         (choice.algorithm, min(choice.chunk_nbytes, nbytes)): choice for choice in choices[::-1]
     }

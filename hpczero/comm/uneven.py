@@ -1,7 +1,5 @@
 """The two-level transport between nodes with different numbers of ranks.
 
-Owns: what is refused there, and what this rank sends. Must not know: who carries what, how a level moves bytes, units.
-
 Shards are one per rank, as everywhere, and lie in rank order. A shard of another node has no counterpart here, so ranks
 of this node carry it (``plan.carriers``).
 
@@ -66,15 +64,7 @@ class UnevenMessages(NodeLevel):
         chunk_nbytes: int,
         reach: Reach,
     ) -> None:
-        """Not collective.
-
-        Args:
-            node: ranks of the node; borrowed.
-            memory: ledger of buffers.
-            carriers: who carries what, as this rank sees it.
-            chunk_nbytes: most bytes that a single MPI call moves.
-            reach: where the buffers are.
-        """
+        """Not collective; ``node`` is borrowed. ``carriers`` says who carries what, as this rank sees it."""
         super().__init__(node, memory, device=reach.accelerator.device)
         self._carriers = carriers
         self._chunk_nbytes = chunk_nbytes
@@ -157,9 +147,7 @@ REMEMBERED = 2**16
 class Carried(BetweenLevel):
     """What this rank carries. The other ranks of its node carry the rest at the same time.
 
-    Attributes:
-        comm: all ranks, in the order of their shards; borrowed.
-        selection: in rounds of how many bytes pieces travel; pairs are the only algorithm.
+    ``comm`` has all ranks, in the order of their shards. Pairs are the only algorithm of ``selection``.
     """
 
     def __init__(
@@ -173,16 +161,7 @@ class Carried(BetweenLevel):
         chunk_nbytes: int = CHUNK_BYTES,
         reach: Reach | None = None,
     ) -> None:
-        """Not collective.
-
-        Args:
-            comm: must outlive this object. It carries nothing else while bytes move.
-            memory: ledger of buffers.
-            carriers: who carries what, as this rank sees it.
-            node_dtype: each node's partial sum is rounded to it, and travels in it.
-            selection: equal on all ranks.
-            chunk_nbytes: most bytes of one shard that a single MPI call moves.
-            reach: as in Collectives.
+        """Not collective. ``carriers`` says who carries what, as this rank sees it; other arguments as of Rails.
 
         Raises:
             ConfigError: another algorithm than pairs; on every rank.
@@ -315,8 +294,7 @@ class Carried(BetweenLevel):
     ) -> int:
         """Sum over the ranks of this node what this one carries for node ``far``, and send it.
 
-        Returns:
-            Elements of ``send`` that it took.
+        The result is how many elements of ``send`` it took.
         """
         used, pieces = 0, self._mine(far, count)
         for piece in pieces:
@@ -336,10 +314,7 @@ class Carried(BetweenLevel):
 
 
 class Uneven(Hierarchical):
-    """As ``Hierarchical``, whose options it has, on nodes of any sizes that are not all equal.
-
-    ``inside="ipc"`` and ``secondary`` need equal nodes.
-    """
+    """``Hierarchical`` on nodes of different sizes; ``inside="ipc"`` and ``secondary`` need equal nodes."""
 
     _rails: Carried
 
@@ -430,10 +405,7 @@ class Uneven(Hierarchical):
 
 
 def carriers_of(group: Group) -> Carriers | None:
-    """Who carries what between the nodes of ``group``, as this rank sees it. Not collective.
-
-    None where nodes have equal numbers of ranks.
-    """
+    """Who carries what between the nodes of ``group``, as this rank sees it. None for equal nodes. Not collective."""
     if group.is_rectangular:
         return None
     return Carriers(group.nodes, group.node_index, group.local_rank)

@@ -47,23 +47,14 @@ POPULATE = 0x8000  # mman.h: the same on all Linux but Alpha, MIPS and PA-RISC
 
 @dataclass(frozen=True)
 class WindowSlot:
-    """A range of the file.
-
-    Attributes:
-        begin: its first byte, at a page.
-        fresh: whether it has no pages yet.
-    """
+    """A range of the file, from byte ``begin`` at a page; ``fresh``: it has no pages yet."""
 
     begin: int
     fresh: bool
 
 
 class WindowSlots:
-    """Which buffer has which range of ``segment``. One rank of a node keeps this book.
-
-    Attributes:
-        taken: by number of the buffer, its range and bytes.
-    """
+    """Which buffer has which range of ``segment``: ``taken``, by number. One rank of a node keeps this book."""
 
     def __init__(self, segment: Segment) -> None:
         """``segment`` has room for all buffers at once; not collective."""
@@ -128,8 +119,7 @@ class WindowSlots:
 class Addresses:
     """Addresses of one buffer in this process, behind which there is a range of a file, or nothing.
 
-    Attributes:
-        bytes: (nbytes,) uint8; zero where there is nothing, and what is written there then is lost.
+    ``bytes``, (nbytes,) uint8, are zero where there is nothing, and what is written there then is lost.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -142,11 +132,7 @@ class Addresses:
         self._begin: int | None = None
 
     def show(self, file: int, slot: WindowSlot) -> None:
-        """Put the range of ``file`` behind the addresses; nothing if it is there.
-
-        Raises:
-            CommError: the kernel will not.
-        """
+        """Put the range of ``file`` behind the addresses, unless it is there. Raises CommError if it cannot."""
         if self._begin != slot.begin:
             # Pages that are not there yet come from the rank whose part they are (inside.py, [Note: Full /dev/shm]).
             self._map(mmap.MAP_SHARED | (0 if slot.fresh else POPULATE), file, slot.begin)
@@ -242,11 +228,7 @@ class Passing:
         return buffer
 
     def open(self) -> None:
-        """All buffers have been asked for. Collective over the group.
-
-        Raises:
-            CommError: memory cannot be shared; on every rank.
-        """
+        """All buffers have been asked for. Collective over the group. Raises CommError on every rank without memory."""
         if not self._buffers:
             return
         nbytes = sum(padded(buffer.whole_nbytes, PAGE) for buffer in self._buffers)
@@ -259,8 +241,7 @@ class Passing:
     def show(self, buffer: PassingBuffer) -> None:
         """Put memory behind ``buffer``, the same on all ranks of the node. See [Note: Where whole parameters lie].
 
-        Raises:
-            CommError: there is none left; on this rank alone, so whoever catches it leaves the others waiting.
+        Raises CommError if there is none left, on this rank alone: whoever catches it leaves the others waiting.
         """
         assert self.segment is not None, "settled"
         slot = self._slot(buffer)
@@ -317,11 +298,7 @@ class WholeBuffer(Buffer):
     def __init__(
         self, segment: Segment, level: Window, numel: int, dtype: torch.dtype, category: str
     ) -> None:
-        """Not collective. Gets the pages of this rank's part.
-
-        Raises:
-            CommError: there are none left.
-        """
+        """Not collective. Gets the pages of this rank's part. Raises CommError if there are none left."""
         self.tensor = segment.bytes[: numel * dtype.itemsize].view(dtype)
         self._address = self.tensor.data_ptr()
         whole = numel * dtype.itemsize
