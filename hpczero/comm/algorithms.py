@@ -543,8 +543,10 @@ class BlockMessages:
 
     def spread(self, full: Tensor) -> None:
         """Give every rank all parts of ``full``, in place. Collective."""
-        part = full.numel() // self.comm.size
-        self.gather(Blocks.of(full, 0, part, part, self.comm.size))
+        size = self.comm.size
+        if size > 1:
+            part = full.numel() // size
+            self.gather(Blocks.of(full, 0, part, part, size))
 
     def parts(self, full: Tensor, start: int, count: int) -> list[Tensor]:
         """Every rank's elements ``start .. start + count - 1`` of ``full``, which lie in this rank's part.

@@ -65,8 +65,8 @@ class Hybrid(Collectives):
         self._background = (
             Background(replicas.watchdog, self.reach.accelerator) if overlap else None
         )
-        # What begins sums over replicas whose sums inside may still go on; the oldest first.
-        self._inside_first: deque[Work] = deque()
+        # Each waits for a sum inside, and begins the one over replicas; oldest first.
+        self._summed_inside: deque[Work] = deque()
         self._wire = Scratch(self.memory, category="exchange", device=self.device)
         self._whole = Scratch(self.memory, category="exchange", device=self.device)
 
@@ -145,23 +145,23 @@ class Hybrid(Collectives):
                 sum_replicas()
 
         def finish() -> None:
-            if begun in self._inside_first:
+            if begun in self._summed_inside:
                 self._begin(until=begun)
             for work in outside:
                 work.wait()
 
         self._begin()  # the sums inside end in their order; the last one had a unit's time for it
         begun = Work(name, begin)
-        self._inside_first.append(begun)
+        self._summed_inside.append(begun)
         self.calls.count("replicas", self._between_nbytes(shard_numel))
         return Work(name, finish)
 
     def _begin(self, *, until: Work | None = None) -> None:
         """Begin the sums over replicas whose sums inside are under way, oldest first: all ranks in the same order."""
-        while self._inside_first:
-            first = self._inside_first[0]
+        while self._summed_inside:
+            first = self._summed_inside[0]
             first.wait()
-            self._inside_first.popleft()
+            self._summed_inside.popleft()
             if first is until:
                 return
 
