@@ -1,8 +1,6 @@
 """The plan command: what fits, at which stage, with which micro-batch.
 
-    python -m hpczero.plan --model gpt-60b --ranks 400 --ranks-per-node 16 --memory 32GB
-
-Owns: its options and the table. Must not know: any formula (``sizing``), torch, MPI.
+python -m hpczero.plan --model gpt-60b --ranks 400 --ranks-per-node 16 --memory 32GB
 """
 
 from __future__ import annotations
@@ -25,25 +23,14 @@ from hpczero.files.regular import shown
 from hpczero.models.config import PRESETS, GPTConfig, parameter_shapes
 from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import parse_command_line
-from hpczero.plan.auto import TargetMachine, layout_report
+from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.plan.memory import STATE_BYTES
 from hpczero.plan.plan import Plan
 from hpczero.plan.precision import Precision
 from hpczero.plan.sizing import Fit, MachineSizes, blockwise_plan, fit
-from hpczero.predict.answer import (
-    PlanReport,
-    as_json,
-    as_text,
-    gigabytes,
-    header,
-    layout_json,
-    layout_text,
-    recommend,
-    rows,
-    stage_titles,
-    table_unit,
-)
+from hpczero.plan.spread import Spread
+from hpczero.predict.answer import LayoutReport, PlanReport, StageRow, recommend
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine as Described
 from hpczero.predict.machine import load_machine
@@ -119,7 +106,7 @@ def main() -> int:
         ConfigError: the stage that was given does not fit; the message says what would.
     """
     if "--auto" in sys.argv[1:]:
-        from hpczero.plan.auto import main as choose
+        from hpczero.plan.auto import main as choose  # the planner, which others do without
 
         return choose([word for word in sys.argv[1:] if word != "--auto"], choose_config)
     options = parse_command_line(
@@ -130,51 +117,15 @@ def main() -> int:
         "Nothing is built or communicated.",
         default=PlanOptions(ranks=tyro.MISSING),
     )
-    if options.parallel.changed:
-        return _answer_layout(options)
-    report = build_report(options)
+    report = layout_report(options) if options.parallel.changed else build_report(options)
     if options.json:
-        sys.stdout.write(f"{json.dumps(as_json(report), indent=2)}\n")
-    elif sys.stdout.isatty():
+        sys.stdout.write(f"{json.dumps(report.as_json(), indent=2)}\n")
+    elif isinstance(report, PlanReport) and sys.stdout.isatty():
         _write_rich(report)
     else:
-        sys.stdout.write(as_text(report))
-    if options.stage is not None and not report.fits[options.stage].fits:
-        needed = gigabytes(report.fits[options.stage].needed_nbytes)
-        raise ConfigError(
-            f"--stage {options.stage} with micro-batch {options.micro_batch} needs {needed} per rank, and "
-            f"{gigabytes(report.machine.memory_nbytes)} are there. {report.recommendation}"
-        )
-    return 0
-
-
-def _answer_layout(options: PlanOptions) -> int:
-    """Print the layout that was asked for.
-
-    Raises:
-        ConfigError: an option has an impossible value, or the stage that was given does not fit.
-    """
-    described, per_node = _where(options)
-    config = choose_config(options)
-    device = _device(options, described)
-    local = per_node or options.ranks
-    place = TargetMachine(
-        MachineSizes(options.ranks, choose_memory(options, described), on_device=device != "cpu"),
-        local,
-        lambda inside, nodes: choose_transport(options, inside, device, nodes=nodes),
-        described,
-    )
-    report = layout_report(options, config, options.sequence or config.context, place)
-    answer = (
-        f"{json.dumps(layout_json(report), indent=2)}\n" if options.json else layout_text(report)
-    )
-    sys.stdout.write(answer)
-    if options.stage is not None and not report.rows[options.stage].fits:
-        needed = gigabytes(report.rows[options.stage].shares.total)
-        raise ConfigError(
-            f"--stage {options.stage} in this layout needs {needed} per rank, and "
-            f"{gigabytes(report.memory_nbytes)} are there"
-        )
+        sys.stdout.write(report.as_text())
+    if options.stage is not None:
+        report.check(options.stage)
     return 0
 
 
@@ -219,17 +170,11 @@ def build_report(options: PlanOptions) -> PlanReport:
     config, plan_of = choose_plans(options)
     sequence = options.sequence or (1 if config is None else config.context)
     device = _device(options, described)
-    local = per_node or options.ranks
-    transport = choose_transport(options, local, device)
-
-    def of_node(ranks: int) -> int:
-        return per_node or ranks
-
     machine = MachineSizes(
         options.ranks,
         choose_memory(options, described),
-        local_size=of_node(options.ranks),
-        transport=transport,
+        local_size=per_node or options.ranks,
+        transport=choose_transport(options, per_node or options.ranks, device),
         on_device=device != "cpu",
     )
 
@@ -237,7 +182,7 @@ def build_report(options: PlanOptions) -> PlanReport:
         return fit(
             config,
             plan_of(ranks, stage),
-            dataclasses.replace(machine, ranks=ranks, local_size=of_node(ranks)),
+            dataclasses.replace(machine, ranks=ranks, local_size=per_node or ranks),
             sequence=sequence,
             micro_batch=options.micro_batch,
             accumulation=options.accumulation,
@@ -245,18 +190,18 @@ def build_report(options: PlanOptions) -> PlanReport:
         )
 
     def step(row: Fit, config: GPTConfig, on: Described) -> Prediction:
-        job = Job(
-            model=dataclasses.replace(config, context=sequence),
-            machine=on,
-            ranks=options.ranks,
-            stage=row.stage,
-            precision=options.precision,
+        job = Job.plain(
+            dataclasses.replace(config, context=sequence),
+            on,
+            options.ranks,
+            row.stage,
+            options.precision,
+            options.micro_batch,
+            ranks_per_node=machine.local_size,
             reduce=options.reduce,
-            micro_batch=options.micro_batch,
             accumulation=options.accumulation,
             checkpointing=row.micro_batch < options.micro_batch,
-            transport=transport,
-            ranks_per_node=local,
+            transport=machine.transport,
         )
         return predict(job)
 
@@ -268,7 +213,6 @@ def build_report(options: PlanOptions) -> PlanReport:
         sequence=sequence,
         machine=machine,
         ranks_per_node=per_node,
-        transport=transport,
         precision=options.precision,
         optimizer=options.optimizer,
         micro_batch=options.micro_batch,
@@ -281,6 +225,51 @@ def build_report(options: PlanOptions) -> PlanReport:
         else (),
     )
     return dataclasses.replace(report, recommendation=recommend(report, lambda n: size(3, n)))
+
+
+def layout_report(options: PlanOptions) -> LayoutReport:
+    """Check the options and size their layout at every stage.
+
+    Raises:
+        ConfigError: an option has an impossible value; the degrees do not suit each other, the ranks, the nodes or the
+            model.
+    """
+    described, per_node = _where(options)
+    local = per_node or options.ranks
+    config = choose_config(options)
+    device, room = _device(options, described), choose_memory(options, described)
+    parallel = options.parallel
+    parallel.check(stage=3 if options.stage is None else options.stage)
+    config = dataclasses.replace(config, context=options.sequence or config.context)
+    check_model(parallel, config)
+    check_micro_batches(parallel, options.accumulation)
+    spread = Spread(
+        config,
+        mesh_of(parallel, options.ranks, local),
+        local,
+        precision=options.precision,
+        reduce=options.reduce,
+        micro_batch=options.micro_batch,
+        accumulation=options.accumulation,
+        sequence_parallel=parallel.sequence,
+        schedule=parallel.order,
+        interleave=parallel.interleave,
+        on_device=device != "cpu",
+        optimizer=options.optimizer,
+    )
+    shards = spread.shards
+    transport = choose_transport(options, shards.local, device, nodes=shards.nodes)
+    rows = []
+    for stage in range(4):
+        row = dataclasses.replace(
+            spread, stage=stage, secondary=parallel.secondary and stage == 3, transport=transport
+        )
+        if row.needed_nbytes > room:
+            row = dataclasses.replace(row, checkpointing=True)
+        found = predict(Job.of(row, described)) if described else None
+        rows.append(StageRow(row, row.needed_nbytes <= room, found))
+    title = "" if described is None else described.title
+    return LayoutReport(options.model or "custom model", room, tuple(rows), title)
 
 
 def choose_transport(
@@ -424,13 +413,13 @@ def _write_rich(report: PlanReport) -> None:
 
     console = Console(highlight=False)
     table = Table()
-    table.add_column(f"{table_unit(report)[0]} per rank")
-    for row, title in zip(report.fits, stage_titles(report), strict=True):
+    table.add_column(f"{report.unit[0]} per rank")
+    for row, title in zip(report.fits, report.stage_titles, strict=True):
         style = "bold green" if row is report.best else ("dim" if not row.fits else "")
         table.add_column(title, justify="right", style=style, no_wrap=True)
-    for label, cells in rows(report):
+    for label, cells in report.table():
         table.add_row(label, *cells, end_section=label.startswith(("exchange", "paper", "  ")))
-    console.print(header(report))
+    console.print(report.header())
     console.print(table)
     console.print(report.recommendation)
 

@@ -1,6 +1,5 @@
 """What would fit instead: the same training with other options, on the same ranks or on more.
 
-Owns: which options are tried, in which order, and how each is typed. Must not know: what a machine has, torch, MPI.
 Every alternative is tried on the machine's figures; none is said to fit by a rule of thumb.
 """
 
@@ -11,14 +10,13 @@ import math
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain, islice
 
 from hpczero.errors import PlanError
-from hpczero.options.config import LayoutOptions
 from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.plan.offload import Activations, Offload
-from hpczero.plan.peak import PartRun, PlannedRun
+from hpczero.plan.peak import PlannedRun
 from hpczero.plan.sizing import largest
 
 
@@ -31,28 +29,18 @@ def command_line(run: PlannedRun, title: str, *, memory_nbytes: int | None = Non
         memory_nbytes: bytes that a rank may have; None leaves a number to be filled in.
     """
     memory = "GB_OF_A_RANK" if memory_nbytes is None else _size(memory_nbytes)
-    model = run.network.model
+    model = run.model
     words = ["python -m hpczero.plan", f"--memory {memory}", f"--ranks {run.ranks}"]
-    words += [f"--ranks-per-node {run.local_size}"] * (run.ranks % run.local_size == 0)
+    words += [f"--ranks-per-node {run.ranks_per_node}"] * (run.ranks % run.ranks_per_node == 0)
     words += [f"--transport {run.transport}", f"--model {shlex.quote(title)}"]
     words += [f"--layers {model.layers}", f"--hidden {model.hidden}", f"--vocab {model.vocab_size}"]
-    words += [f"--positions {model.positions}", f"--sequence {run.sequence}"]
+    words += [f"--positions {model.positions}", f"--sequence {run.length}"]
     words += [f"--precision {run.precision}", f"--micro-batch {run.micro_batch}"]
     words += [f"--reduce {run.reduce}"] * (run.reduce != "fp32")
     words += [f"--accumulation {run.accumulation}"] * (run.accumulation > 1)
-    if isinstance(run, PartRun):
-        words += layout_words(run.layout)
+    if run.layout:
+        words += [f"--parallel.{text.lower()}" for text in run.layout.changed]
     return " ".join(words)
-
-
-def layout_words(layout: LayoutOptions) -> list[str]:
-    """The degrees as they are typed; those that are not the default."""
-    chosen = [
-        (each.name, getattr(layout, each.name))
-        for each in fields(LayoutOptions)
-        if getattr(layout, each.name) != each.default
-    ]
-    return [f"--parallel.{name} {str(value).lower()}" for name, value in chosen]
 
 
 def _size(nbytes: int) -> str:
@@ -114,16 +102,16 @@ def on_these_ranks(run: PlannedRun, fits: Fits) -> Alternative | None:
 
 def describe(run: PlannedRun, other: PlannedRun) -> str:
     """``other`` in words, with the options by which it differs from ``run``."""
-    words, options, here = [], [], run.ranks // run.local_size
+    words, options, here = [], [], run.ranks // run.ranks_per_node
     if other.stage != run.stage or other.ranks != run.ranks:
         words.append(f"stage {other.stage}")
         if other.stage != run.stage:
             options.append(f"--parallel.stage {other.stage}")
     if other.ranks != run.ranks:
-        nodes = other.ranks // other.local_size
-        many = f" ({nodes} nodes of {other.local_size} like this one)" if nodes > 1 else ""
+        nodes = other.ranks // other.ranks_per_node
+        many = f" ({nodes} nodes of {other.ranks_per_node} like this one)" if nodes > 1 else ""
         words[-1] += (
-            f" on {other.ranks} ranks{many if other.ranks // other.local_size > here else ''}"
+            f" on {other.ranks} ranks{many if other.ranks // other.ranks_per_node > here else ''}"
         )
     batch = (other.micro_batch, other.accumulation, other.global_batch)
     if batch != (run.micro_batch, run.accumulation, run.global_batch):
@@ -134,7 +122,9 @@ def describe(run: PlannedRun, other: PlannedRun) -> str:
         else:
             options.append(f"--train.global_batch {other.global_batch}")
     if run.laid_out and other.ranks != run.ranks:
-        options.append(f"--parallel.nodes {other.ranks // other.local_size}x{other.local_size}")
+        options.append(
+            f"--parallel.nodes {other.ranks // other.ranks_per_node}x{other.ranks_per_node}"
+        )
     if other.kept != run.kept:
         words.append("activation checkpointing with inputs of blocks on disk")
         options += ["--activations.checkpointing block", "--activations.rest disk"]
@@ -176,13 +166,13 @@ def _inputs_on_disk(run: PlannedRun) -> Iterator[PlannedRun]:
         return
     kept = Activations("block", "disk", run.offload.folder or FOLDER)
     with suppress(PlanError):  # it may save nothing
-        kept.check_saves(inputs=run.network.model.layers, input_nbytes=run.input_nbytes)
+        kept.check_saves(inputs=run.model.layers, input_nbytes=run.input_nbytes)
         yield dataclasses.replace(run, checkpointing=True, kept=kept)
 
 
 def _other_transport(run: PlannedRun) -> Iterator[PlannedRun]:
     if run.transport == "window":
-        several = run.carriers is not None or run.ranks > run.local_size
+        several = run.carriers is not None or run.ranks > run.ranks_per_node
         yield dataclasses.replace(run, transport="hierarchical" if several else "flat")
 
 
@@ -234,18 +224,16 @@ def _more_ranks(run: PlannedRun, fits: Fits, cores: int) -> PlannedRun | None:
 
 def _crowded(run: PlannedRun, cores: int) -> Iterator[PlannedRun]:
     """More ranks on each of the same nodes: each process holds less, and the node hardly more."""
-    nodes, local = run.ranks // run.local_size, 2 * run.local_size
+    nodes, local = run.ranks // run.ranks_per_node, 2 * run.ranks_per_node
     while local <= cores and run.transport != "ipc":
-        transport = fastest_transport(local, nodes) if run.local_size == 1 else run.transport
-        more = dataclasses.replace(
-            run, ranks=nodes * local, local_size=local, transport=transport, carriers=None
-        )
+        transport = fastest_transport(local, nodes) if run.ranks_per_node == 1 else run.transport
+        more = dataclasses.replace(run.on(nodes * local, local), transport=transport)
         yield from _batches(more, run.global_batch)
         local *= 2
 
 
 def _fewest_nodes(run: PlannedRun, fits: Fits) -> PlannedRun | None:
-    here = run.ranks // run.local_size
+    here = run.ranks // run.ranks_per_node
     for transport in dict.fromkeys((_between_nodes(run.transport), "hierarchical")):
         based = dataclasses.replace(run, transport=transport)
         enough = here  # on far more ranks than a model has use for, padding takes the room
@@ -266,7 +254,7 @@ def _between_nodes(transport: Named) -> Named:
 
 
 def _on(run: PlannedRun, nodes: int) -> PlannedRun:
-    return dataclasses.replace(run, ranks=nodes * run.local_size, carriers=None)
+    return run.on(nodes * run.ranks_per_node, run.ranks_per_node)
 
 
 def _smallest(run: PlannedRun, nodes: int) -> PlannedRun:

@@ -4,8 +4,7 @@
     python -m hpczero.plan --auto --model gpt-60b --global-batch 512 --machine dgx-h100 --ranks 64
     python -m hpczero.plan --auto --layouts --model gpt-60b --global-batch 512 --machine dgx-h100 --ranks 256
 
-Owns: its options, and the report. Must not know: how settings are compared. Without ``--machine`` all ranks of the job
-probe the machine that they are on, for some seconds.
+Without ``--machine`` all ranks of the job probe the machine that they are on, for some seconds.
 """
 
 from __future__ import annotations
@@ -14,21 +13,17 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import tyro
 
 from hpczero.errors import EXIT_FAILURE, ConfigError
-from hpczero.models.config import GPTConfig, parameter_shapes
-from hpczero.options.config import LayoutOptions
+from hpczero.job.mesh import Mesh
+from hpczero.models.config import GPTConfig
 from hpczero.options.reading import parse_command_line
-from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
-from hpczero.plan.footprint import Named, fastest_transport
-from hpczero.plan.peak import ModelSizes, PlannedRun
-from hpczero.plan.precision import DType
-from hpczero.plan.sizing import MachineSizes
-from hpczero.plan.spread import Spread
+from hpczero.plan.footprint import fastest_transport
+from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import Choice, Foretold, Freedom, describe, lines, options_of
 from hpczero.planner.search import (
     balance_on,
@@ -38,122 +33,7 @@ from hpczero.planner.search import (
     search,
     search_layouts,
 )
-from hpczero.predict.answer import LayoutReport, StageRow
-from hpczero.predict.layout import predict_layout
-from hpczero.predict.machine import Machine as Described
 from hpczero.predict.machine import load_machine
-
-
-class Sizes(Protocol):
-    """What this needs of the command's options."""
-
-    @property
-    def parallel(self) -> LayoutOptions:
-        """Degrees."""
-
-    @property
-    def model(self) -> str | None:
-        """Name of a preset."""
-
-    @property
-    def ranks(self) -> int:
-        """Of the job."""
-
-    @property
-    def precision(self) -> str:
-        """Of parameters."""
-
-    @property
-    def reduce(self) -> DType:
-        """Of gradients' partial sums between nodes and replicas."""
-
-    @property
-    def optimizer(self) -> str:
-        """Name of ``hpczero.plan.memory.STATE_BYTES``."""
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples of one forward."""
-
-    @property
-    def accumulation(self) -> int:
-        """Forwards of a step."""
-
-    @property
-    def stage(self) -> int | None:
-        """ZeRO stage that must fit."""
-
-
-@dataclass(frozen=True)
-class TargetMachine:
-    """Where a layout is to run.
-
-    Attributes:
-        machine: bytes of a rank.
-        ranks_per_node: of each node.
-        transport: picks one for the group that shares parameters, from its ranks on a node and its nodes.
-        described: what the time of a step is predicted on.
-    """
-
-    machine: MachineSizes
-    ranks_per_node: int
-    transport: Callable[[int, int], Named]
-    described: Described | None = None
-
-
-def layout_report(
-    options: Sizes, config: GPTConfig, sequence: int, place: TargetMachine
-) -> LayoutReport:
-    """The layout of the options at every ZeRO stage.
-
-    Raises:
-        ConfigError: the degrees do not suit each other, the ranks, the nodes or the model.
-    """
-    parallel = options.parallel
-    parallel.check(stage=3 if options.stage is None else options.stage)
-    config = replace(config, context=sequence)
-    check_model(parallel, config)
-    check_micro_batches(parallel, options.accumulation)
-    mesh = mesh_of(parallel, options.ranks, place.ranks_per_node)
-    spread = Spread(
-        config,
-        mesh,
-        place.ranks_per_node,
-        precision=options.precision,
-        reduce=options.reduce,
-        micro_batch=options.micro_batch,
-        accumulation=options.accumulation,
-        sequence_parallel=parallel.sequence,
-        secondary=parallel.secondary,
-        schedule=parallel.order,
-        interleave=parallel.interleave,
-        optimizer=options.optimizer,
-    )
-    transport = place.transport(spread.shards.local, spread.shards.nodes)
-    rows = []
-    for stage in range(4):
-        second = parallel.secondary and stage == 3
-        row = replace(
-            spread,
-            stage=stage,
-            secondary=second,
-            transport=transport,
-            on_device=place.machine.on_device,
-        )
-        rows.append(_row(row, place))
-    title = options.model or "custom model"
-    described = place.described.title if place.described else ""
-    return LayoutReport(title, place.machine.memory_nbytes, tuple(rows), described)
-
-
-def _row(spread: Spread, place: TargetMachine) -> StageRow:
-    room = place.machine.memory_nbytes
-    if spread.shares(spread.worst).total > room:
-        spread = replace(spread, checkpointing=True)
-    fits = spread.shares(spread.worst).total <= room
-    found = predict_layout(spread, place.described) if place.described else None
-    return StageRow(spread, fits, found)
-
 
 SHOWN = 8
 
@@ -286,17 +166,14 @@ def _base(
             f"--global-batch: got {options.global_batch}, expected a multiple of {ranks} ranks, such as {near}"
         )
     return PlannedRun(
-        network=ModelSizes(config, tuple(parameter_shapes(config))),
-        ranks=ranks,
-        local_size=local_size,
+        config,
+        Mesh(shard=ranks),
+        local_size,
         transport=transport,
-        stage=3,
         precision=options.precision,
         reduce=options.reduce,
         sequence=sequence,
         micro_batch=options.global_batch // ranks,
-        accumulation=1,
-        checkpointing=False,
     )
 
 
@@ -323,7 +200,7 @@ def _on_sheet(options: AutoOptions, config: GPTConfig, sequence: int) -> Choice:
     def fits(run: PlannedRun) -> bool:
         return run.most - run.tiered <= machine.usable and run.tiered <= machine.host_memory
 
-    foretell = foretell_on(config, machine)
+    foretell = foretell_on(machine)
     return search(base, freedom, foretell, fits=fits, balance=balance_on(base, machine))
 
 
@@ -346,7 +223,7 @@ def _say_layouts(options: AutoOptions, config: GPTConfig, sequence: int) -> int:
                 **one.spread.as_json(),
                 "step_s": one.step.step_s,
                 "mfu": one.step.mfu,
-                "needed_nbytes": one.needed_nbytes,
+                "needed_nbytes": one.spread.needed_nbytes,
                 "options": options_of_layout(one),
             }
             for one in found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import gcd, prod
 
@@ -38,6 +39,7 @@ class GroupSpan:
         return -(-self.size // self.nodes)
 
 
+@lru_cache(maxsize=4096)  # each stage of each layout of a search asks
 def span_of(mesh: Mesh, ranks_per_node: int, *names: str, first: int = 0) -> GroupSpan:
     """The group of rank ``first`` that shares the degrees ``names``, on nodes of ``ranks_per_node``.
 
@@ -47,17 +49,27 @@ def span_of(mesh: Mesh, ranks_per_node: int, *names: str, first: int = 0) -> Gro
         names: degrees; their ranks differ in these alone.
         first: a rank whose places in these degrees are all 0.
     """
-    members = list(_members(mesh, names, first))
-    return GroupSpan(len(members), len({rank // ranks_per_node for rank in members}))
+    strides = _strides(mesh, names)
+    size = prod(degree for degree, _ in strides)
+    last = first + sum((degree - 1) * stride for degree, stride in strides)
+    if last - first == size - 1:  # neighbours, of whom a job may have many
+        return GroupSpan(size, last // ranks_per_node - first // ranks_per_node + 1)
+    members = _members(mesh, names, first)
+    return GroupSpan(size, len({rank // ranks_per_node for rank in members}))
 
 
-def _members(mesh: Mesh, names: tuple[str, ...], first: int) -> Iterator[int]:
-    """Ranks of one group, without a look at the others: a job may have many."""
-    strides = [
+def _strides(mesh: Mesh, names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Degree, and distance of neighbours in it, of each of the names."""
+    return [
         (degree, prod(mesh.degrees[place + 1 :]))
         for place, (name, degree) in enumerate(zip(DEGREES, mesh.degrees, strict=True))
         if name in names
     ]
+
+
+def _members(mesh: Mesh, names: tuple[str, ...], first: int) -> Iterator[int]:
+    """Ranks of one group, without a look at the others."""
+    strides = _strides(mesh, names)
     for places in product(*(range(degree) for degree, _ in strides)):
         yield first + sum(p * stride for p, (_, stride) in zip(places, strides, strict=True))
 

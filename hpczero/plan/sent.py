@@ -1,7 +1,5 @@
 """Sent: what one rank of a pipeline stage sends in a step, by what it is for, inside its node and between nodes.
 
-Owns: bytes on the wire where ranks share layers, blocks, tokens and shards. Must not know: torch, MPI, time, memory.
-
 With ``Psi`` parameters of the model, ``N`` ranks of a group, ``M`` micro-batches, ``b s h`` elements of a micro-batch's
 activations:
 
@@ -82,7 +80,7 @@ class Sent:
 
 def sent_by(spread: Spread, place: int) -> Sent:
     """What a rank of pipeline stage ``place`` sends in one step, padding included."""
-    plan = spread.plan(place)
+    plan = spread.plan_of(place)
     shards, gathers, reduces = _of_shards(spread, plan, place)
     return Sent(
         shards=shards,
@@ -107,8 +105,8 @@ def blocks_sent(span: GroupSpan, nbytes: int, times: int = 1) -> Wire:
 
 def gathers_of(spread: Spread) -> tuple[int, int]:
     """(all-gathers of a unit over all its ranks, inside the node alone) in one step."""
-    stage = spread.plan(0).stage
-    if not stage.shards_parameters or spread.footprint.lasting:
+    stage = spread.plan.stage
+    if not stage.shards_parameters or spread.of_transport.lasting:
         return 1, 0  # of updated parameters; at stage 0 of reduced gradients
     if spread.holds_units:
         return 1, 0
@@ -125,7 +123,7 @@ def _of_shards(spread: Spread, plan: Plan, place: int) -> tuple[Wire, int, int]:
     # A node's partial sums travel in fp32; where a node has one rank, or by flat, gradients travel as they are.
     partial = spread.transport != "flat" and span.size != span.nodes
     wire = plan.node_itemsize if partial else min(item, plan.node_itemsize)
-    shared = spread.footprint.ranks > 1
+    shared = spread.of_transport.ranks > 1
     gathers_inside = not (shared and plan.stage.shards_optimizer)
     total = Wire()
     for unit in plan.units:

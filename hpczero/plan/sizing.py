@@ -1,20 +1,19 @@
-"""Sizing: what a model needs before anyone builds it.
+"""Sizing: what a model needs before anyone builds it, and what fits.
 
-Owns: the paper's formulas, activations, and the search for what fits. Must not know: torch, MPI, how a model is chosen.
-Two families of functions are never mixed. ``ideal_*`` is the ZeRO paper's arithmetic. ``blockwise_plan`` and ``fit``
-give what hpczero itself holds, from the same ``Plan`` that ``zeroify`` uses.
+Two families of functions are never mixed. ``ideal_*`` is the ZeRO paper's arithmetic. The others give what hpczero
+itself holds, from the same ``Plan`` that ``zeroify`` uses.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from math import ceil
 
 from hpczero.errors import ConfigError
+from hpczero.models.config import GPTConfig
 from hpczero.options.config import DEFAULT_GLOBAL_BATCH, TrainOptions
 from hpczero.plan.footprint import Footprint, Named, footprint_of
 from hpczero.plan.layout import ShardLayout, UnitSpec
@@ -87,11 +86,12 @@ class Batch:
 HALF_BYTES = 2
 # fp32 master, momentum and variance of mixed-precision Adam (ZeRO paper, sec. 3.1).
 ADAM_FACTOR = 12
-# Elements per token and hidden unit one block keeps for backward, by the paper's estimate (footnote 3).
-IDEAL_BLOCK_FACTOR = 12
-# The same for hpczero's GPT, counted tensor by tensor: two norm inputs and outputs, q, k, v and the attention's output;
-# and of the MLP's hidden layer, which is ``ffn_multiple`` times wider, the values before and after the GELU.
+# Elements per token and hidden unit that one block of hpczero's GPT keeps for backward, counted tensor by tensor: two
+# norm inputs and outputs, q, k, v and the attention's output; and of the MLP's hidden layer, which is ``ffn_multiple``
+# times wider, the values before and after the GELU.
 BLOCK_FACTOR, BLOCK_FFN_FACTOR = 8, 2
+# Of these, the inputs of both norms, which sequence parallelism cuts, and their outputs, which it gathers.
+NORM_INPUTS, NORM_OUTPUTS = 2, 2
 # Rotary positions keep rotated q and k, and v apart from the joint buffer.
 ROTARY_FACTOR = 3
 # What a block's backward holds beside what its forward kept: the gradients of the residual and of the hidden layer.
@@ -105,34 +105,6 @@ LOSS_PIECE_BYTES = 12
 LOSS_PIECE_NUMEL, DEVICE_LOSS_PIECE_NUMEL = 2**24, 2**28
 MAX_RANKS = 2**20
 MAX_MICRO_BATCH = 2**20
-
-
-class Transformer(Protocol):
-    """The sizes that activations depend on; ``hpczero.models.GPTConfig`` has them."""
-
-    @property
-    def layers(self) -> int:
-        """Number of blocks."""
-
-    @property
-    def hidden(self) -> int:
-        """Width of the residual stream."""
-
-    @property
-    def ffn_multiple(self) -> int:
-        """Width of the MLP's hidden layer as a multiple of ``hidden``."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-
-    @property
-    def positions(self) -> str:
-        """``"learned"`` or ``"rotary"``."""
-
-    @property
-    def tie_embeddings(self) -> bool:
-        """Whether head and token embedding share one weight."""
 
 
 # --- the paper -----------------------------------------------------------------------------------------------------
@@ -160,36 +132,6 @@ def ideal_state_nbytes(
         + Fraction(ADAM_FACTOR, data_parallel if stage.shards_optimizer else 1)
     )
     return float(per_parameter * numel / model_parallel)
-
-
-def ideal_volume_numel(stage: int | Stage, numel: int, *, data_parallel: int) -> Fraction:
-    """Elements each rank sends per step: 2Ψ, with sharded parameters 3Ψ, times (N-1)/N.
-
-    Source: Rajbhandari et al., ZeRO, SC20, sec. 7; the factor (N-1)/N is that of a ring.
-    """
-    passes = 3 if Stage.of(stage).shards_parameters else 2
-    return passes * numel * Fraction(data_parallel - 1, data_parallel)
-
-
-def ideal_activation_numel(
-    *, hidden: int, layers: int, sequence: int, batch: int, checkpointing: bool
-) -> int:
-    """Activation elements of a transformer: 12·h·b·s·L; checkpointed h·b·s·L block inputs and one block.
-
-    Source: Rajbhandari et al., ZeRO, SC20, sec. 3.2, footnote 3, and sec. 6.1.
-    """
-    tokens = batch * sequence
-    if checkpointing:
-        return hidden * tokens * (layers + IDEAL_BLOCK_FACTOR)
-    return IDEAL_BLOCK_FACTOR * hidden * tokens * layers
-
-
-def fused_buffer_nbytes(numel: int) -> int:
-    """Bytes of one fused fp32 buffer of the whole model, which constant-size buffers avoid: 4Ψ.
-
-    Source: Rajbhandari et al., ZeRO, SC20, sec. 3.2 (temporary buffers).
-    """
-    return 4 * numel
 
 
 # --- hpczero -------------------------------------------------------------------------------------------------------
@@ -233,74 +175,119 @@ def blockwise_plan(
     return Plan(Stage.of(stage), Precision.of(precision), num_shards, units)
 
 
-def activation_nbytes(
-    model: Transformer,
-    *,
-    sequence: int,
-    batch: int,
-    itemsize: int,
-    checkpointing: bool,
-    kept: Activations = EVERYTHING_KEPT,
-    on_device: bool = False,
-) -> int:
-    """Bytes of activations at the peak of one forward and backward of hpczero's GPT without dropout.
+# What backward still needs of one pipeline stage's forwards: how many are alive, and their bytes.
+#
+#     of a token and block, in units of the width, ``t`` tensor ranks, ``f`` the MLP's multiple:
+#     4 + (4 + 2 f) / t       norms' inputs and outputs are whole; q, k, v, the attention's output and the MLP are cut
+#     2 + (6 + 2 f) / t       with sequence parallelism: norms' outputs are gathered, and kept so
+#
+# Korthikanti et al. count 34 bytes (10 + 24 / t) of 16-bit numbers, two of them for dropout's masks. Without dropout it
+# is 32 (8 + 24 / t). With sequence parallelism they gather norms' outputs again in backward and have 34 / t; here it is
+# 4 + 28 / t. Their ``5 a s / h`` is of attention scores, which fused attention never stores.
+#
+# Source: Korthikanti et al., arXiv 2205.05198, table 2.
 
-    It is what the blocks keep, plus the larger of two moments: the loss (final norm, logits, and their gradient piece
-    by piece) and the backward of the last block. Attention scores are never stored.
 
-    Args:
-        model: layers, hidden, vocabulary.
-        sequence: tokens per sample.
-        batch: samples, b.
+@dataclass(frozen=True)
+class ForwardSizes:
+    """Sizes of one rank's forward and backward of hpczero's GPT without dropout.
+
+    Counted from ``hpczero.models.gpt``; tests/plan compares with the memory profiler of torch.
+
+    Attributes:
+        model: sizes of the whole model.
+        tokens: of one micro-batch, those of this rank where a sample's tokens are shared.
         itemsize: bytes of one activation.
-        checkpointing: whether only block inputs are kept, h·b·s·L, and one block at a time is recomputed.
-        kept: with checkpointing: whether products are kept too, and whether inputs rest elsewhere; then staging comes
-            on top.
-        on_device: whether the model computes there, where pieces of the loss are larger.
-
-    Source: counted from ``hpczero.models.gpt``; tests/plan compares with the memory profiler of torch.
+        blocks: of this rank's stage.
+        tensor: number of ranks that share each layer.
+        sequence_parallel: whether norms share the tokens too.
+        checkpointing: whether only inputs of blocks are kept.
+        last: whether the stage has the head and the loss.
+        on_device: whether it computes there, where pieces of the loss are larger.
+        kept: with checkpointing: whether products are kept too, and whether inputs rest elsewhere, without staging.
     """
-    tokens = sequence * batch
-    block = BLOCK_FACTOR + BLOCK_FFN_FACTOR * model.ffn_multiple
-    block += ROTARY_FACTOR if model.positions == "rotary" else 0
-    each, inputs = block, 0
-    products = needed = 0
-    if checkpointing:
-        if kept.checkpointing == "selective":
-            products = PRODUCTS_FACTOR + PRODUCTS_FFN_FACTOR * model.ffn_multiple
-            needed = NEEDED_PRODUCTS_FACTOR + PRODUCTS_FFN_FACTOR * model.ffn_multiple
-        each, inputs = products, kept.kept(model.layers)
-    held = (each * model.layers + inputs) * model.hidden * tokens * itemsize
-    logits = tokens * model.vocab_size
-    piece = loss_piece_numel(logits, model.vocab_size, on_device=on_device)
-    loss = (2 * model.hidden * tokens + 2 * logits - piece) * itemsize + LOSS_PIECE_BYTES * piece
-    live = BACKWARD_FACTOR + BACKWARD_FFN_FACTOR * model.ffn_multiple
-    live += block - 1 - needed if checkpointing else 0  # its input is one of those kept
-    return held + max(loss, live * model.hidden * tokens * itemsize)
 
+    model: GPTConfig
+    tokens: int
+    itemsize: int
+    blocks: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    checkpointing: bool = False
+    last: bool = True
+    on_device: bool = False
+    kept: Activations = EVERYTHING_KEPT
 
-def loss_piece_numel(logits: int, width: int, *, on_device: bool) -> int:
-    """Elements of a piece of the loss: whole rows of ``width``, of ``logits`` elements in all."""
-    most = DEVICE_LOSS_PIECE_NUMEL if on_device else LOSS_PIECE_NUMEL
-    return min(logits, max(most // width, 1) * width)
+    @property
+    def _wide(self) -> int:
+        """Elements of one block's input over the whole width."""
+        return self.model.hidden * self.tokens
 
+    @property
+    def _input_numel(self) -> Fraction:
+        return Fraction(self._wide, self.tensor if self.sequence_parallel else 1)
 
-def arriving_nbytes(
-    model: Transformer, shapes: Iterable[tuple[str, tuple[int, ...]]], *, itemsize: int
-) -> int:
-    """Bytes of gradients that autograd holds at most before it hands them over: those of one parameter, the largest.
+    @property
+    def _block_numel(self) -> Fraction:
+        """Elements that one block keeps for its backward."""
+        cut = BLOCK_FACTOR - NORM_INPUTS - NORM_OUTPUTS
+        cut += BLOCK_FFN_FACTOR * self.model.ffn_multiple
+        cut += ROTARY_FACTOR if self.model.positions == "rotary" else 0
+        norms = NORM_INPUTS * self._input_numel + NORM_OUTPUTS * self._wide
+        return norms + Fraction(cut * self._wide, self.tensor)
 
-    A tied embedding gets two, from the head and from the lookup. The first waits through all of backward for the other,
-    and their sum is a third.
+    def _products_numel(self, factor: int) -> Fraction:
+        """Elements of a block that selective checkpointing keeps beside the input."""
+        if self.kept.checkpointing != "selective":
+            return Fraction(0)
+        of_ffn = PRODUCTS_FFN_FACTOR * self.model.ffn_multiple
+        return Fraction((factor + of_ffn) * self._wide, self.tensor)
 
-    Args:
-        model: whether it is tied.
-        shapes: name and shape of every parameter, a tied weight once.
-        itemsize: bytes of one number.
-    """
-    tied = model.vocab_size * model.hidden if model.tie_embeddings else 0
-    largest = max((math.prod(shape) for _, shape in shapes), default=0)
-    return itemsize * max(largest, 3 * tied)
+    @property
+    def forward_nbytes(self) -> int:
+        """Bytes that the blocks of one forward keep until its backward."""
+        if not self.checkpointing:
+            return ceil(self._block_numel * self.blocks * self.itemsize)
+        inputs = self._input_numel * self.kept.kept(self.blocks)
+        products = self._products_numel(PRODUCTS_FACTOR) * self.blocks
+        return ceil((inputs + products) * self.itemsize)
+
+    @property
+    def output_nbytes(self) -> int:
+        """Bytes of what passes from this stage to the next, and of its gradient."""
+        return ceil(self._input_numel * self.itemsize)
+
+    @property
+    def _logits(self) -> int:
+        return self.tokens * -(-self.model.vocab_size // self.tensor)
+
+    @property
+    def head_nbytes(self) -> int:
+        """Bytes that the head of one forward keeps: the final norm and the logits; 0 before the last stage."""
+        if not self.last:
+            return 0
+        return ceil((self._input_numel + self._wide + self._logits) * self.itemsize)
+
+    @property
+    def working_nbytes(self) -> int:
+        """Bytes at the larger of two moments beside what is kept: the loss, and the backward of one block."""
+        live = BACKWARD_FACTOR * self._input_numel
+        live += Fraction(BACKWARD_FFN_FACTOR * self.model.ffn_multiple * self._wide, self.tensor)
+        if self.checkpointing:
+            live += self._block_numel - self._input_numel
+            live -= self._products_numel(NEEDED_PRODUCTS_FACTOR)
+        if not self.last:
+            return ceil(live * self.itemsize)
+        width = -(-self.model.vocab_size // self.tensor)
+        most = DEVICE_LOSS_PIECE_NUMEL if self.on_device else LOSS_PIECE_NUMEL
+        piece = min(self._logits, max(most // width, 1) * width)  # whole rows
+        loss = (self._input_numel + self._wide + 2 * self._logits - piece) * self.itemsize
+        return ceil(max(loss + LOSS_PIECE_BYTES * piece, live * self.itemsize))
+
+    def peak_nbytes(self, alive: Fraction = Fraction(1)) -> int:
+        """Bytes at the peak with so many forwards alive; a part of one is some of its groups of blocks."""
+        more = max(alive - 1, Fraction(0)) * self.head_nbytes
+        return ceil(alive * self.forward_nbytes + more) + self.working_nbytes
 
 
 def accumulated_nbytes(
@@ -379,7 +366,7 @@ class MachineSizes:
 
 
 def fit(
-    model: Transformer | None,
+    model: GPTConfig | None,
     plan: Plan,
     machine: MachineSizes,
     *,
@@ -406,14 +393,14 @@ def fit(
     def activations(batch: int, checkpointing: bool) -> int:
         if model is None:
             return 0
-        return activation_nbytes(
+        return ForwardSizes(
             model,
-            sequence=sequence,
-            batch=batch,
-            itemsize=plan.precision.param_itemsize,
+            sequence * batch,
+            plan.precision.param_itemsize,
+            model.layers,
             checkpointing=checkpointing,
             on_device=machine.on_device,
-        )
+        ).peak_nbytes()
 
     most = 0 if model is None else MAX_MICRO_BATCH
     plain = largest(lambda batch: activations(batch, False) <= room, most)

@@ -1,6 +1,4 @@
-"""Spread: a model over the ranks of a mesh, and what each pipeline stage holds.
-
-Owns: bytes of memory of one rank of each stage. Must not know: torch, MPI, time; what is sent is ``plan.sent``.
+"""Spread: how a model is spread over ranks, and what each pipeline stage holds. Plain ZeRO is all degrees 1 but shards.
 
     states of the stage's part, over the ranks of its group of shards     plan.Plan.memory
     + units that stay whole for the step, under a pipeline with sharded parameters
@@ -22,122 +20,14 @@ from hpczero.job.mesh import DEGREES, SHARD, Mesh
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.options.config import Schedule
 from hpczero.plan.degrees import GroupSpan, span_of
-from hpczero.plan.footprint import Footprint, Named, footprint_of
+from hpczero.plan.footprint import Carriers, Footprint, Named, footprint_of
 from hpczero.plan.memory import STATE_BYTES
+from hpczero.plan.offload import EVERYTHING_KEPT, NOTHING_AWAY, Activations, Offload
+from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.plan.placement import Placement
 from hpczero.plan.plan import Plan, Stage
 from hpczero.plan.precision import DType, Precision
-from hpczero.plan.sizing import (
-    BACKWARD_FACTOR,
-    BACKWARD_FFN_FACTOR,
-    BLOCK_FACTOR,
-    BLOCK_FFN_FACTOR,
-    LOSS_PIECE_BYTES,
-    ROTARY_FACTOR,
-    accumulated_nbytes,
-    blockwise_plan,
-    loss_piece_numel,
-)
-
-# What backward still needs of one pipeline stage's forwards: how many are alive, and their bytes.
-#
-#     of a token and block, in units of the width, ``t`` tensor ranks, ``f`` the MLP's multiple:
-#     4 + (4 + 2 f) / t       norms' inputs and outputs are whole; q, k, v, the attention's output and the MLP are cut
-#     2 + (6 + 2 f) / t       with sequence parallelism: norms' outputs are gathered, and kept so
-#
-# Korthikanti et al. count 34 bytes (10 + 24 / t) of 16-bit numbers, two of them for dropout's masks. Without dropout it
-# is 32 (8 + 24 / t). With sequence parallelism they gather norms' outputs again in backward and have 34 / t; here it is
-# 4 + 28 / t. Their ``5 a s / h`` is of attention scores, which fused attention never stores.
-#
-# Source: Korthikanti et al., arXiv 2205.05198, table 2; forwards alive: Narayanan et al., arXiv 2104.04473, sec. 2.2.
-
-# Of the block's own factor: inputs of both norms, which sequence parallelism cuts, and their outputs, which it gathers.
-NORM_INPUTS, NORM_OUTPUTS = 2, 2
-
-
-@dataclass(frozen=True)
-class ForwardSizes:
-    """Sizes of one rank's forward.
-
-    Attributes:
-        model: sizes of the whole model.
-        tokens: of one micro-batch, those of this rank where a sample's tokens are shared.
-        itemsize: bytes of one activation.
-        blocks: of this rank's stage.
-        tensor: number of ranks that share each layer.
-        sequence_parallel: whether norms share the tokens too.
-        checkpointing: whether only inputs of blocks are kept.
-        last: whether the stage has the head and the loss.
-        on_device: whether it computes there, where pieces of the loss are larger.
-    """
-
-    model: GPTConfig
-    tokens: int
-    itemsize: int
-    blocks: int
-    tensor: int = 1
-    sequence_parallel: bool = False
-    checkpointing: bool = False
-    last: bool = True
-    on_device: bool = False
-
-    @property
-    def _wide(self) -> int:
-        """Elements of one block's input over the whole width."""
-        return self.model.hidden * self.tokens
-
-    @property
-    def _input_numel(self) -> Fraction:
-        return Fraction(self._wide, self.tensor if self.sequence_parallel else 1)
-
-    @property
-    def _block_numel(self) -> Fraction:
-        """Elements that one block keeps for its backward."""
-        cut = BLOCK_FACTOR - NORM_INPUTS - NORM_OUTPUTS
-        cut += BLOCK_FFN_FACTOR * self.model.ffn_multiple
-        cut += ROTARY_FACTOR if self.model.positions == "rotary" else 0
-        norms = NORM_INPUTS * self._input_numel + NORM_OUTPUTS * self._wide
-        return norms + Fraction(cut * self._wide, self.tensor)
-
-    @property
-    def forward_nbytes(self) -> int:
-        """Bytes that the blocks of one forward keep until its backward."""
-        each = self._input_numel if self.checkpointing else self._block_numel
-        return ceil(each * self.blocks * self.itemsize)
-
-    @property
-    def output_nbytes(self) -> int:
-        """Bytes of what passes from this stage to the next, and of its gradient."""
-        return ceil(self._input_numel * self.itemsize)
-
-    @property
-    def _logits(self) -> int:
-        return self.tokens * -(-self.model.vocab_size // self.tensor)
-
-    @property
-    def head_nbytes(self) -> int:
-        """Bytes that the head of one forward keeps: the final norm and the logits; 0 before the last stage."""
-        if not self.last:
-            return 0
-        return ceil((self._input_numel + self._wide + self._logits) * self.itemsize)
-
-    @property
-    def working_nbytes(self) -> int:
-        """Bytes at the larger of two moments beside what is kept: the loss, and the backward of one block."""
-        live = BACKWARD_FACTOR * self._input_numel
-        live += Fraction(BACKWARD_FFN_FACTOR * self.model.ffn_multiple * self._wide, self.tensor)
-        live += self._block_numel - self._input_numel if self.checkpointing else 0
-        if not self.last:
-            return ceil(live * self.itemsize)
-        width = -(-self.model.vocab_size // self.tensor)
-        piece = loss_piece_numel(self._logits, width, on_device=self.on_device)
-        loss = (self._input_numel + self._wide + 2 * self._logits - piece) * self.itemsize
-        return ceil(max(loss + LOSS_PIECE_BYTES * piece, live * self.itemsize))
-
-    def peak_nbytes(self, alive: Fraction) -> int:
-        """Bytes at the peak with so many forwards alive; a part of one is some of its groups of blocks."""
-        more = max(alive - 1, Fraction(0)) * self.head_nbytes
-        return ceil(alive * self.forward_nbytes + more) + self.working_nbytes
+from hpczero.plan.sizing import ForwardSizes, accumulated_nbytes, blockwise_plan
 
 
 def forwards_alive(
@@ -349,10 +239,10 @@ class Shares:
 
 @dataclass(frozen=True)
 class Spread:
-    """What is trained, and over which ranks.
+    """What is trained, and over which ranks, as a rank of pipeline stage ``place`` sees it.
 
     Attributes:
-        model: sizes of the whole model; its context is the length of a sample.
+        model: sizes of the whole model.
         mesh: degrees.
         ranks_per_node: nodes are filled one after the other.
         stage: ZeRO stage.
@@ -368,6 +258,11 @@ class Spread:
         transport: between the ranks that share parameters.
         on_device: whether ranks compute on devices.
         optimizer: name of ``STATE_BYTES``.
+        offload: what rests on a memory tier; the host's memory is one with that of the ranks' processes.
+        kept: with checkpointing: what is kept of blocks, and where their inputs rest.
+        sequence: tokens of a sample; 0: the model's context.
+        carriers: where nodes have different numbers of ranks, who moves what between them, as this rank sees it.
+        place: pipeline stage.
     """
 
     model: GPTConfig
@@ -386,12 +281,28 @@ class Spread:
     transport: Named = "hierarchical"
     on_device: bool = False
     optimizer: str = "adamw"
+    offload: Offload = NOTHING_AWAY
+    kept: Activations = EVERYTHING_KEPT
+    sequence: int = 0
+    carriers: Carriers | None = None
+    place: int = 0
 
     def as_json(self) -> dict[str, object]:
-        """For programs: everything but the model."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        del values["model"]
+        """For programs: the layout, without the model and what rests elsewhere."""
+        beside = ("model", "offload", "kept", "sequence", "carriers", "place")
+        names = [each.name for each in fields(Spread) if each.name not in beside]
+        values = {name: getattr(self, name) for name in names}
         return {**values, "mesh": dict(zip(DEGREES, self.mesh.degrees, strict=True))}
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the job."""
+        return self.mesh.size
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.sequence or self.model.context
 
     @property
     def global_batch(self) -> int:
@@ -401,7 +312,7 @@ class Spread:
     @property
     def tokens(self) -> int:
         """Tokens of one micro-batch that one rank has."""
-        return -(-self.micro_batch * self.model.context // self.mesh.sequence)
+        return -(-self.micro_batch * self.length // self.mesh.sequence)
 
     @property
     def itemsize(self) -> int:
@@ -438,8 +349,8 @@ class Spread:
             key=lambda span: span.nodes,
         )
 
-    @property
-    def footprint(self) -> Footprint:
+    @cached_property
+    def of_transport(self) -> Footprint:
         """Footprint of the transport between the ranks that share parameters."""
         replicas = self.span(0, "replicate")
         return replace(
@@ -447,11 +358,17 @@ class Spread:
                 self.transport,
                 ranks=self.shards.size,
                 local_size=self.shards.local,
+                carriers=self.carriers,
                 on_device=self.on_device,
             ),
             replicas=replicas.size,
             replica_nodes=replicas.nodes,
         )
+
+    @property
+    def footprint(self) -> Footprint:
+        """The same with these parameters, which may leave memory between uses."""
+        return self.offloaded.footprint(self.of_transport)
 
     def part(self, place: int) -> SpreadPart:
         """What of the model a rank of stage ``place`` has."""
@@ -464,10 +381,40 @@ class Spread:
             partial=self.sequence_parallel,
         )
 
-    def plan(self, place: int) -> Plan:
-        """The plan that ``zeroify`` makes of that part."""
-        precision = Precision.of(self.precision, reduce=self.reduce)
-        return _plan(self.part(place), self.mesh.shard * self.mesh.sequence, self.stage, precision)
+    def plan_of(self, place: int) -> Plan:
+        """The plan that ``zeroify`` makes of the part of stage ``place``."""
+        return _plan(
+            self.model,
+            self.mesh,
+            place,
+            self.interleave,
+            self.sequence_parallel,
+            self.stage,
+            Precision.of(self.precision, reduce=self.reduce),
+        )
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of this rank."""
+        return self.plan_of(self.place)
+
+    @property
+    def offloaded(self) -> OffloadedPlan:
+        """The plan of this rank with what rests elsewhere."""
+        return OffloadedPlan(self.plan, self.offload)
+
+    @property
+    def input_nbytes(self) -> int:
+        """Bytes of the input of a block."""
+        return self.length * self.micro_batch * self.model.hidden * self.itemsize
+
+    @property
+    def inputs_away(self) -> int:
+        """Bytes of inputs of blocks that rest elsewhere at the end of a forward: all but the newest."""
+        if not self.checkpointing or not self.kept.away:
+            return 0
+        layers = self.model.layers
+        return (layers - self.kept.kept(layers)) * self.input_nbytes
 
     def held(self, place: int) -> ForwardSizes:
         """Sizes of the forwards of a stage."""
@@ -482,6 +429,7 @@ class Spread:
             checkpointing=self.checkpointing,
             last=part.last,
             on_device=self.on_device,
+            kept=self.kept,
         )
 
     def alive(self, place: int) -> Fraction:
@@ -496,32 +444,51 @@ class Spread:
 
     def shares(self, place: int) -> Shares:
         """Bytes of one rank of stage ``place``. All ranks of a stage hold as much, padding included."""
-        plan, held, footprint = self.plan(place), self.held(place), self.footprint
+        plan, footprint = self.plan_of(place), self.of_transport
         memory = plan.memory(optimizer_bytes=STATE_BYTES[self.optimizer], footprint=footprint)
-        whole = self.itemsize * sum(unit.layout.padded_numel for unit in plan.units)
-        unsharded, kept = memory.unsharded, 0
-        if self.holds_units and not footprint.lasting:
-            kept = whole // footprint.copies
-            unsharded = replace(plan, stage=Stage.of(2)).memory(footprint=footprint).unsharded
-        alive, part = self.alive(place), self.part(place)
-        sends, receives = self.messages(place)
-        # What comes and what goes on each side; what has gone stays in autograd's graph until its backward.
-        sides = min(sends + receives, 2)
-        boundary = ceil((2 * sides + alive * sends) * held.output_nbytes)
         return Shares(
             parameters=memory.parameters,
             master=memory.master,
             gradients=memory.gradients,
             optimizer=memory.optimizer,
-            secondary=-(-whole // self.shards.local) if self.secondary else 0,
-            held=kept,
-            unsharded=max(unsharded, memory.stepping),
+            secondary=self.secondary_nbytes(place),
+            held=self.held_nbytes(place),
+            unsharded=max(self.unsharded_nbytes(place), memory.stepping),
             exchange=memory.exchange,
             accumulated=accumulated_nbytes(plan, self.accumulation, footprint=footprint)
-            + self._arriving_nbytes(part),
-            activations=held.peak_nbytes(alive),
-            boundary=boundary,
+            + self.arriving_nbytes(place),
+            activations=self.held(place).peak_nbytes(self.alive(place)),
+            boundary=self.boundary_nbytes(place),
         )
+
+    def _whole_nbytes(self, place: int) -> int:
+        return self.itemsize * sum(u.layout.padded_numel for u in self.plan_of(place).units)
+
+    def secondary_nbytes(self, place: int) -> int:
+        """Bytes of the second shard of the parameters inside the node."""
+        return -(-self._whole_nbytes(place) // self.shards.local) if self.secondary else 0
+
+    def held_nbytes(self, place: int) -> int:
+        """Bytes of parameters that are whole for the step."""
+        if not self.holds_units or self.of_transport.lasting:
+            return 0
+        return self._whole_nbytes(place) // self.of_transport.copies
+
+    def unsharded_nbytes(self, place: int) -> int:
+        """Bytes of other whole parameters and gradients in use."""
+        plan, footprint = self.plan_of(place), self.of_transport
+        if self.holds_units and not footprint.lasting:
+            plan = replace(plan, stage=Stage.of(2))
+        return plan.memory(footprint=footprint).unsharded
+
+    def boundary_nbytes(self, place: int) -> int:
+        """Bytes of buffers between stages: what comes and what goes on each side, and what has gone.
+
+        What has gone stays in autograd's graph until its backward.
+        """
+        sends, receives = self.messages(place)
+        sides = min(sends + receives, 2)
+        return ceil((2 * sides + self.alive(place) * sends) * self.held(place).output_nbytes)
 
     def messages(self, place: int) -> tuple[int, int]:
         """(outputs that leave a stage, inputs that come to it) in one forward; backward sends the other way."""
@@ -530,9 +497,13 @@ class Spread:
         part = self.part(place)
         return self.interleave - part.last, self.interleave - part.first
 
-    def _arriving_nbytes(self, part: SpreadPart) -> int:
-        """Bytes of gradients that autograd holds before it hands them over, as ``sizing.arriving_nbytes`` says."""
-        sizes = {each.name: each.local_numel for each in part.placements}
+    def arriving_nbytes(self, place: int) -> int:
+        """Bytes of gradients that autograd holds at most before it hands them over: those of the largest parameter.
+
+        A tied embedding gets two, from the head and from the lookup. The first waits through all of backward for the
+        other, and their sum is a third.
+        """
+        sizes = {each.name: each.local_numel for each in self.part(place).placements}
         both = self.model.tie_embeddings and self.mesh.pipeline == 1
         return self.itemsize * max(max(sizes.values()), 3 * sizes[TIED] if both else 0)
 
@@ -551,10 +522,35 @@ class Spread:
         """The stage whose ranks hold most."""
         return max(self.kinds, key=lambda place: self.shares(place).total)
 
+    @property
+    def needed_nbytes(self) -> int:
+        """Bytes of a rank of the stage that holds most."""
+        return self.shares(self.worst).total
 
-@lru_cache(maxsize=512)
-def _plan(part: SpreadPart, num_shards: int, stage: int, precision: Precision) -> Plan:
+
+@lru_cache(maxsize=64)  # of many layouts that differ in their batch alone
+def _plan(
+    model: GPTConfig,
+    mesh: Mesh,
+    place: int,
+    interleave: int,
+    partial: bool,
+    stage: int,
+    precision: Precision,
+) -> Plan:
+    part = part_of_gpt(
+        model,
+        tensor=mesh.tensor,
+        pipeline=mesh.pipeline,
+        stage=place,
+        interleave=interleave,
+        partial=partial,
+    )
     apart = [each.name for each in part.placements if each.tied and each.name == TIED]
     return blockwise_plan(
-        part.shapes, num_shards=num_shards, stage=stage, precision=precision, apart=apart
+        part.shapes,
+        num_shards=mesh.shard * mesh.sequence,
+        stage=stage,
+        precision=precision,
+        apart=apart,
     )

@@ -96,7 +96,7 @@ def _checkpointings(run: PlannedRun, freedom: Freedom) -> list[tuple[bool, Activ
 def _saves(run: PlannedRun) -> bool:
     """Whether less memory is held with inputs of blocks elsewhere than without."""
     try:
-        run.kept.check_saves(inputs=run.network.model.layers, input_nbytes=run.input_nbytes)
+        run.kept.check_saves(inputs=run.model.layers, input_nbytes=run.input_nbytes)
     except PlanError:
         return False
     return True

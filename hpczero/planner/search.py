@@ -8,7 +8,6 @@ ranks agree, torch, MPI.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +24,6 @@ from hpczero.plan.precision import DType
 from hpczero.plan.spread import Spread
 from hpczero.planner.choice import Choice, Freedom, candidates, choose
 from hpczero.predict.job import Job, balance_of
-from hpczero.predict.layout import LayoutPrediction, predict_layout
 from hpczero.predict.machine import Kernels, Machine, Roofline
 from hpczero.predict.model import Prediction, predict
 
@@ -57,12 +55,7 @@ class FoundLayout:
 
     spread: Spread
     options: LayoutOptions
-    step: LayoutPrediction
-
-    @property
-    def needed_nbytes(self) -> int:
-        """Bytes of a rank of the stage that holds most."""
-        return self.spread.shares(self.spread.worst).total
+    step: Prediction
 
 
 def search_layouts(
@@ -88,7 +81,7 @@ def search_layouts(
     for options, spread in layout_candidates(model, machine, ranks, precision, global_batch):
         fitting = _fitting(replace(spread, reduce=reduce), machine.usable)
         if fitting is not None:
-            found.append(FoundLayout(fitting, options, predict_layout(fitting, machine)))
+            found.append(FoundLayout(fitting, options, predict(Job.of(fitting, machine))))
     found.sort(key=lambda each: each.step.step_s)
     if found:
         most = found[0].step.step_s * (1 + ALIKE)
@@ -167,7 +160,7 @@ def _fitting(spread: Spread, room: int) -> Spread | None:
     """The layout without checkpointing, else with it; None if it does not fit either way."""
     for checkpointing in (False, True):
         tried = replace(spread, checkpointing=checkpointing)
-        if tried.shares(tried.worst).total <= room:
+        if tried.needed_nbytes <= room:
             return tried
     return None
 
@@ -187,7 +180,7 @@ def describe_layout(found: FoundLayout) -> str:
     said.append(f"micro-batch {spread.micro_batch} x {spread.accumulation}")
     said += [f"interleaved {spread.interleave}"] * (spread.interleave > 1)
     said += ["second shard"] * spread.secondary + ["checkpointed"] * spread.checkpointing
-    needed = found.needed_nbytes / 1e9
+    needed = spread.needed_nbytes / 1e9
     return (
         f"{', '.join(said)}: {found.step.step_s:,.3g} s, MFU {found.step.mfu:.1%}, {needed:.1f} GB"
     )
@@ -274,8 +267,8 @@ def _with_units(run: PlannedRun, count: int) -> PlannedRun | None:
 
 
 def _with(run: PlannedRun, fraction: float) -> PlannedRun:
-    offload = dataclasses.replace(run.offload, fraction=fraction) if fraction else NOTHING_AWAY
-    return dataclasses.replace(run, offload=offload)
+    offload = replace(run.offload, fraction=fraction) if fraction else NOTHING_AWAY
+    return replace(run, offload=offload)
 
 
 def _is_whole(run: PlannedRun) -> bool:
@@ -288,32 +281,23 @@ def _beside(run: PlannedRun) -> tuple[object, ...]:
 
 
 def foretell_on(
-    model: GPTConfig, machine: Machine, kernels: Kernels | None = None
+    machine: Machine, kernels: Kernels | None = None
 ) -> Callable[[PlannedRun], Prediction]:
-    """What foretells the step of any run of ``model`` on ``machine``.
+    """What foretells the step of any run on ``machine``.
 
     Args:
-        model: sizes of the model.
         machine: each node is one like it.
         kernels: of one rank; None: by the machine's data sheet.
     """
 
     def foretell(run: PlannedRun) -> Prediction:
-        job = Job(
-            model=dataclasses.replace(model, context=run.sequence),
-            machine=machine,
-            ranks=run.ranks,
-            stage=run.stage,
-            precision=run.precision,
-            reduce=run.reduce,
-            micro_batch=run.micro_batch,
-            accumulation=run.accumulation,
-            checkpointing=run.checkpointing,
-            transport=run.transport,
+        job = Job.of(
+            run,
+            machine,
             kernels=kernels,
-            ranks_per_node=run.local_size,
-            offload=run.offload,
-            kept=run.kept,
+            model=replace(run.model, context=run.length),
+            on_device=not machine.shares_memory,
+            carriers=None,
         )
         return predict(job)
 

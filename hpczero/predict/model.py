@@ -1,9 +1,7 @@
 """How long a training step will take: compute by a roofline, collectives by their formulas, bytes by the Plan.
 
-Owns: the assumptions, the model's own work, the sum. Must not know: torch, MPI, where a machine's numbers come from,
-how collectives work (`hpczero.predict.network`), how a prediction is shown.
-
-    step = forward + backward + communication that they do not hide + update + what nothing hides of a memory tier
+    step = m x slowest stage + fill of the pipeline + exchange of shards that nothing hides + replicas + ties + update
+           + what nothing hides of a memory tier
 
 Assumptions, all of them:
 
@@ -18,27 +16,40 @@ Assumptions, all of them:
   in `hpczero.zero.schedule`; without, or over the flat transport, nothing is hidden. The host's time of a collective is
   part of it: a thread of its own spends it, so that it hides no more and no less;
 - bytes and shards are those of `hpczero.plan`; checkpointed activations cost one more forward of each block;
-- ``model_parallel`` > 1 is that of the ZeRO paper, for its runs; `hpczero.predict.layout` has hpczero's own.
+- sums of tensor ranks, exchanges of attention and messages between stages are hidden by nothing;
+- a sum over tensor ranks is a reduction and a gather, each of whose blocks is one message; several nodes make one ring;
+- the fill of a pipeline is one micro-batch of every stage but the slowest, over the groups of blocks of each stage:
+  with equal stages the bubble ``(p - 1) / (v m)``;
+- under a pipeline units are gathered before the first forward and reduced in the last backward of each stage, and one
+  micro-batch hides what it can of that;
+- replicas sum each unit as the transport between nodes does (`hpczero.predict.network`); other messages that leave a
+  node cost the host one message each, and inside a node the latency holds what they cost;
+- each tensor rank sends the whole output of its stage to the next, with sequence parallelism its part.
 
 Source of the formulas: Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH
-(2005), sec. 4, per level; Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3, for model parallelism.
+(2005), sec. 4, per level; Narayanan et al., Megatron-LM on GPU clusters, arXiv 2104.04473, sec. 3; issue 19.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from hpczero.errors import ConfigError
+from hpczero.job.mesh import Mesh
 from hpczero.models.config import GPTConfig, flops_per_token
+from hpczero.plan.degrees import GroupSpan
 from hpczero.plan.layout import UnitSpec
 from hpczero.plan.offload import Offload
 from hpczero.plan.offloaded import OffloadedPlan, TierTraffic
-from hpczero.plan.precision import Precision
-from hpczero.predict.job import Job, Pass, plan_of
+from hpczero.plan.plan import FP32_BYTES
+from hpczero.plan.sent import EXCHANGES, SUMS
+from hpczero.plan.spread import Spread
+from hpczero.predict.job import Job, Pass
 from hpczero.predict.job import update_s as seconds_of_update
 from hpczero.predict.machine import Kernels, Machine
-from hpczero.predict.network import Network
+from hpczero.predict.network import NOTHING, Cost, Exchanged, Network, RailTimes
 
 # How long a memory tier takes in a step, and how much of that computing hides.
 #
@@ -55,7 +66,7 @@ from hpczero.predict.network import Network
 #
 # Source: Rajbhandari et al., ZeRO-Infinity, SC21, sec. 4 and 6; issue 18.
 
-NOTHING = TierTraffic()
+NOTHING_MOVED = TierTraffic()
 # Small operations that a window costs whoever computes: it is asked for, waited for, cut into tensors, given back.
 # Measured on one thread beside a disk: 0.5 to 1.4 ms where a small operation took 1.6 us.
 WINDOW_OPERATIONS = 300
@@ -92,7 +103,7 @@ class Moved:
 
     gathered: int = 0
     reduced: int = 0
-    step: TierTraffic = NOTHING
+    step: TierTraffic = NOTHING_MOVED
     windows: int = 0
     share: float = 0.0
     first: float = 0.0
@@ -127,7 +138,7 @@ def tier_times(job: Job, forward_s: float, backward_s: float, update_s: float) -
         backward_s: the same, with the communication that nothing hides.
         update_s: of the optimizer.
     """
-    if not job.offload.any and not job.inputs_nbytes:
+    if not job.offload.any and not job.inputs_away:
         return TierTimes()
     moved, steps, found = _moved(job), job.accumulation, TierTimes()
     for one in job.passes:
@@ -138,12 +149,12 @@ def tier_times(job: Job, forward_s: float, backward_s: float, update_s: float) -
 
 def _pass(job: Job, moved: Moved, one: Pass, computing: float) -> TierTimes:
     """Forwards or backwards that are alike, each of so many seconds of ``computing``."""
-    machine, inputs = job.machine, job.inputs_nbytes
+    machine, inputs = job.machine, job.inputs_away
     reduced = moved.reduced * one.reduces
     handled = (moved.gathered + reduced + inputs) / _copy_rate(machine)
     handled += _started(job, moved) * ((moved.gathered > 0) + (reduced > 0))
     if machine.fresh_rate:
-        kept = job.transport == "window" and job.local > 1
+        kept = job.transport == "window" and job.shards.local > 1
         handled += (moved.gathered * (not kept) + reduced) / machine.fresh_rate
     shards = inward = 0.0
     if job.offload.any:
@@ -201,15 +212,30 @@ def _rates(machine: Machine, medium: str) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)  # many jobs differ in their batch alone
 def _moved_of(
-    model: GPTConfig, cut: int, ranks: int, stage: int, precision: str, offload: Offload
+    model: GPTConfig,
+    mesh: Mesh,
+    interleave: int,
+    place: int,
+    stage: int,
+    precision: str,
+    offload: Offload,
 ) -> Moved:
-    plan = plan_of(model, cut, ranks, stage, Precision.of(precision))
-    return moved_of(OffloadedPlan(plan, offload))
+    spread = Spread(
+        model,
+        mesh,
+        mesh.size,
+        stage=stage,
+        precision=precision,
+        interleave=interleave,
+        offload=offload,
+        place=place,
+    )
+    return moved_of(spread.offloaded)
 
 
 def _moved(job: Job) -> Moved:
     return _moved_of(
-        job.model, job.model_parallel, job.data_parallel, job.stage, job.precision, job.offload
+        job.model, job.mesh, job.interleave, job.place, job.stage, job.precision, job.offload
     )
 
 
@@ -218,38 +244,49 @@ FORWARD_CALLS, BACKWARD_CALLS = 16, 24  # operations of a block that are started
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step, on every rank.
+    """One step. Seconds of the slowest pipeline stage, where not said otherwise.
 
     Attributes:
         job: the job of the step.
-        forward_s, backward_s: without any wait; recomputation is part of backward.
-        communication_s: communication that nothing hides.
-        hidden_s: communication behind forward and backward.
+        forward_s, backward_s: of all micro-batches, without any wait; recomputation is part of backward.
+        sums_s: of tensor ranks, all micro-batches.
+        context_s: of ranks that share tokens, all micro-batches.
+        messages_s: to and from other stages, all micro-batches.
+        fill_s: time in which the stage has nothing to do.
+        communication_s: exchange of shards that nothing hides.
+        hidden_s: exchange of shards behind forward and backward.
+        replicas_s: sums of reduced gradients over replicas, and of tied weights over stages.
         update_s: norm of the gradient, optimizer.
         tier_s: of a memory tier, as far as nothing hides it.
         tier_hidden_s: of a memory tier behind forward, backward and update.
-        host_s: of communication, exposed and hidden, what the host of a rank spends on messages and launches.
-        messages: between nodes that one rank sends.
-        launches: of sums on a device, by one rank.
+        host_s: of the exchange of shards and of replicas, what the host of a rank spends on messages and launches.
+        messages: of that exchange, between nodes, that one rank sends.
+        launches: of sums on a device in that exchange, by one rank.
     """
 
     job: Job
     forward_s: float
     backward_s: float
+    sums_s: float
+    context_s: float
+    messages_s: float
+    fill_s: float
     communication_s: float
     hidden_s: float
+    replicas_s: float
     update_s: float
-    tier_s: float = 0.0
-    tier_hidden_s: float = 0.0
-    host_s: float = 0.0
-    messages: int = 0
-    launches: int = 0
+    tier_s: float
+    tier_hidden_s: float
+    host_s: float
+    messages: int
+    launches: int
 
     @property
     def step_s(self) -> float:
         """The whole step."""
-        computing = self.forward_s + self.backward_s + self.update_s
-        return computing + self.communication_s + self.tier_s
+        computing = self.forward_s + self.backward_s + self.update_s + self.fill_s
+        activations = self.sums_s + self.context_s + self.messages_s
+        return computing + self.communication_s + self.tier_s + self.replicas_s + activations
 
     @property
     def computing_s(self) -> float:
@@ -259,8 +296,7 @@ class Prediction:
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of all ranks."""
-        job = self.job
-        return job.tokens * job.accumulation * job.data_parallel / self.step_s
+        return self.job.global_batch * self.job.length / self.step_s
 
     @property
     def tflops(self) -> float:
@@ -273,49 +309,184 @@ class Prediction:
         return self.tflops * 1e12 / self.job.machine.peak_of(self.job.precision)
 
 
-def predict(job: Job, *, network: Network | None = None) -> Prediction:
+def predict(job: Job, *, network: type[Network] = Network) -> Prediction:
     """Predict one step of ``job``.
 
     Args:
         job: what is trained, on which machine.
-        network: how its collectives are charged; None: as hpczero does them.
+        network: how its collectives are charged.
+
+    Raises:
+        ConfigError: the machine has no peak for the precision, or no rates of a tier that is used.
     """
-    network = network or Network(job)
-    block_f, block_b = (block_s(job, backward) for backward in (False, True))
-    head_f, head_b = (head_s(job, backward) for backward in (False, True))
-    sliced_f, sliced_b = network.model_parallel_s()
-    block_f += sliced_f
-    block_b += sliced_b + (block_f if job.checkpointing else 0.0)
-    layers, steps = job.model.layers, job.accumulation
-    exchanged = network.exchanged(block_f, block_b, head_b)
-    exposed = exchanged.exposed_s
-    owned = sum(owned_numel(job, unit) for unit in job.plan.units)
-    forward_s = steps * (layers * block_f + head_f)
-    backward_s = steps * (layers * block_b + head_b)
-    # After the first forward of a step, gradients are added to those that wait instead of being copied.
-    copied, added = (job.work.element_s(kind, backward=False) for kind in ("copy", "add"))
-    backward_s += (steps - 1) * job.plan.numel * max(added - copied, 0.0)
-    update_s = seconds_of_update(job, owned)
-    tier = tier_times(job, forward_s, backward_s + exposed, update_s)
+    stages = [StageTime(replace(job, place=place), network) for place in job.kinds]
+    counts = list(job.kinds.values())
+    slowest = max(stages, key=lambda stage: stage.turn_s)
+    everybody = sum(n * stage.turn_s for n, stage in zip(counts, stages, strict=True))
+    times = job.accumulation
+    forward_s = times * slowest.forward_s
+    backward_s = times * slowest.backward_s + slowest.adding_s
+    exposed = max(stage.exchanged.exposed_s for stage in stages)
+    update_s = max(stage.update_s for stage in stages)
+    tier = tier_times(slowest.job, forward_s, backward_s + exposed, update_s)
+    costs = [(stage.exchanged.cost, stage.replicas) for stage in stages]
     return Prediction(
         job=job,
         forward_s=forward_s,
         backward_s=backward_s,
+        sums_s=times * slowest.sums_s,
+        context_s=times * slowest.context_s,
+        messages_s=times * slowest.messages_s,
+        fill_s=(everybody - slowest.turn_s) / job.interleave,
         communication_s=exposed,
-        hidden_s=exchanged.hidden_s,
+        hidden_s=max(stage.exchanged.hidden_s for stage in stages),
+        replicas_s=max(stage.replicas_s for stage in stages),
         update_s=update_s,
         tier_s=tier.exposed,
         tier_hidden_s=max(tier.whole - tier.exposed, 0.0),
-        host_s=exchanged.cost.host_s,
-        messages=round(exchanged.cost.messages),
-        launches=round(exchanged.cost.launches),
+        host_s=max(shards.host_s + replicas.host_s for shards, replicas in costs),
+        messages=round(max(shards.messages + replicas.messages for shards, replicas in costs)),
+        launches=round(max(shards.launches + replicas.launches for shards, replicas in costs)),
     )
+
+
+class StageTime:
+    """Seconds of one stage, of one micro-batch where not said otherwise."""
+
+    def __init__(self, job: Job, network: type[Network]) -> None:
+        self.job = job
+        self._network = network
+        self._part = job.part(job.place)
+
+    @cached_property
+    def forward_s(self) -> float:
+        """Blocks, and the head where it is."""
+        head = head_s(self.job, False) if self._part.last else 0.0
+        return self._part.blocks * self._block[0] + head
+
+    @cached_property
+    def backward_s(self) -> float:
+        """The same in backward, with what is computed again."""
+        again = self._block[0] if self.job.checkpointing else 0.0
+        head = head_s(self.job, True) if self._part.last else 0.0
+        if self._part.first and not self._part.last:  # the table's gradient into the flat buffer
+            table = max((each.local_numel for each in self._part.placements[:1]), default=0)
+            head += 2 * table * self.job.work.element_s("copy", backward=False)
+        return self._part.blocks * (self._block[1] + again) + head
+
+    @cached_property
+    def _block(self) -> tuple[float, float]:
+        return block_s(self.job, False), block_s(self.job, True)
+
+    @property
+    def adding_s(self) -> float:
+        """Of a step: gradients that are added to those that wait instead of being copied."""
+        copied, added = (self.job.work.element_s(kind, backward=False) for kind in ("copy", "add"))
+        return (self.job.accumulation - 1) * self.job.plan.numel * max(added - copied, 0.0)
+
+    @property
+    def turn_s(self) -> float:
+        """One forward and one backward with all that they wait for."""
+        computing = self.forward_s + self.backward_s
+        return computing + self.sums_s + self.context_s + self.messages_s
+
+    @cached_property
+    def sums_s(self) -> float:
+        """Sums of tensor ranks, forward and backward."""
+        span = self.job.span(self.job.place, "tensor")
+        sums = (SUMS + 2 * self.job.checkpointing) * self._part.blocks
+        sums += self._part.first + self._part.last
+        nbytes = self.job.tokens * self.job.model.hidden * self.job.itemsize
+        return 2 * sums * self._blocks_s(span, nbytes / span.size, ring=True)
+
+    @cached_property
+    def context_s(self) -> float:
+        """Exchanges of attention, forward and backward."""
+        span = self.job.span(self.job.place, "sequence")
+        numel = self.job.tokens * self.job.model.hidden // self.job.mesh.tensor
+        times = (EXCHANGES + EXCHANGES // 2 * self.job.checkpointing) * self._part.blocks
+        return times * self._blocks_s(span, numel / span.size * self.job.itemsize)
+
+    @cached_property
+    def messages_s(self) -> float:
+        """Outputs on their way to the next stage, gradients to the one before."""
+        sends, receives = self.job.messages(self.job.place)
+        nbytes = self.job.held(self.job.place).output_nbytes
+        return (sends + receives) * self._blocks_s(self.job.span(0, "pipeline"), nbytes, times=1)
+
+    @cached_property
+    def exchanged(self) -> Exchanged:
+        """Of a step: the exchange of shards."""
+        sums = (self.sums_s + self.context_s) / (3 * max(self._part.blocks, 1))
+        again = self._block[0] if self.job.checkpointing else 0.0
+        forward, backward = self._block[0] + sums, self._block[1] + again + 2 * sums
+        head = head_s(self.job, True) if self._part.last else 0.0
+        return self._network(self.job).exchanged(forward, backward, head)
+
+    @cached_property
+    def replicas(self) -> Cost:
+        """Of a step: shards summed over replicas, unit by unit."""
+        span, plan = self.job.span(self.job.place, "replicate"), self.job.plan
+        if span.size == 1:
+            return NOTHING
+        machine, local, sums = self.job.machine, span.local, plan.node_itemsize
+        wished = self.job.footprint.round_nbytes
+        between = RailTimes(machine, span.nodes, local, wished, spans=local == 1)
+        costs = []
+        for shard, units in Counter(u.layout.shard_numel for u in plan.trainable_units).items():
+            # reduced in the dtype of partial sums, gathered in fp32
+            part = -(-shard // span.size)
+            moved = span.nodes * part * (sums + FP32_BYTES)
+            inside = (local - 1) * (2 * machine.node_latency + moved / machine.node_rate)
+            over = between.reduce(part, sums, sums) + between.gather(part * FP32_BYTES)
+            costs.append((over + Cost(inside)) * units)
+        return Cost.of_all(costs)
+
+    @cached_property
+    def replicas_s(self) -> float:
+        """Of a step: ``replicas``, and tied weights summed over the two stages that hold them."""
+        seconds, plan = self.replicas.seconds, self.job.plan
+        tied = {each.name for each in self._part.placements if each.tied}
+        held = [unit for unit in plan.units if tied & {slot.name for slot in unit.layout.slots}]
+        shard = sum(unit.layout.shard_numel for unit in held)
+        if held:
+            stages = self.job.span(0, "pipeline")
+            seconds += self._blocks_s(stages, shard * FP32_BYTES, times=1)
+        return seconds
+
+    @property
+    def update_s(self) -> float:
+        """Of a step: norm of the gradient, optimizer."""
+        plan = self.job.plan
+        return seconds_of_update(self.job, sum(owned_numel(self.job, unit) for unit in plan.units))
+
+    def _blocks_s(
+        self, span: GroupSpan, nbytes: float, *, times: int | None = None, ring: bool = False
+    ) -> float:
+        """Seconds in which a rank sends a block to each other one of its group, as far as they are on other nodes.
+
+        Args:
+            span: the group.
+            nbytes: of a block.
+            times: number of blocks; None: one to each other rank.
+            ring: whether ranks of several nodes pass blocks on in one ring, which crosses by one NIC.
+        """
+        machine = self.job.machine
+        blocks = span.size - 1 if times is None else times
+        if span.nodes == 1:
+            return blocks * (machine.node_latency + nbytes / machine.node_rate)
+        each = machine.nic_latency + machine.message_host
+        if ring:
+            return blocks * (each + nbytes / machine.nic_rate)
+        far = blocks if times is not None else span.size - span.local
+        seconds = far * (each + nbytes / machine.rail_rate)
+        return seconds + (blocks - far) * (machine.node_latency + nbytes / machine.node_rate)
 
 
 def block_s(job: Job, backward: bool) -> float:
     """Seconds of one block: its products, attention, memory-bound passes, and the start of each operation."""
     work, tokens, model = job.work, job.tokens, job.model
-    hidden, ffn, cut = model.hidden, model.ffn_multiple * model.hidden, job.model_parallel
+    hidden, ffn, cut = model.hidden, model.ffn_multiple * model.hidden, job.mesh.tensor
     whole = hidden // job.norms_cut
     products = [
         (tokens, hidden, 3 * hidden // cut),
@@ -324,7 +495,7 @@ def block_s(job: Job, backward: bool) -> float:
         (tokens, ffn // cut, hidden),
     ]
     seconds = _products_s(work, products, backward)
-    seconds += work.attention_s(tokens, model.context, hidden // cut, backward=backward)
+    seconds += work.attention_s(tokens, job.length, hidden // cut, backward=backward)
     numel = {
         "norm": 2 * whole,
         "gelu": ffn // cut,
@@ -347,7 +518,7 @@ def block_s(job: Job, backward: bool) -> float:
 def head_s(job: Job, backward: bool) -> float:
     """Seconds of embedding, final norm, head and loss. The loss is computed once more in backward."""
     work, tokens, model = job.work, job.tokens, job.model
-    vocab = model.vocab_size // job.model_parallel
+    vocab = model.vocab_size // job.mesh.tensor
     seconds = _products_s(work, [(tokens, model.hidden, vocab)], backward)
     seconds += tokens * vocab * work.element_s("loss", backward=backward)
     seconds += tokens * model.hidden * work.element_s("norm", backward=backward)
@@ -375,14 +546,3 @@ def owned_numel(job: Job, unit: UnitSpec) -> int:
     """Elements of which this rank has the optimizer's state."""
     layout = unit.layout
     return layout.shard_numel if job.plan.stage.shards_optimizer else layout.padded_numel
-
-
-def largest_micro_batch(job: Job) -> tuple[int, bool]:
-    """(sequences, whether activations must be checkpointed) of the largest forward that fits; 0 if none does.
-
-    It is without checkpointing if at least one sequence fits so, because to recompute costs a third.
-    """
-    found = job.fit
-    if found.micro_batch and not job.checkpointing:
-        return found.micro_batch, False
-    return found.micro_batch_checkpointed, True

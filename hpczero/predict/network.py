@@ -1,7 +1,6 @@
 """How long the collectives of a step take, and how much of that the model's own work hides.
 
-Owns: the formulas of collectives, and what overlaps with what. Must not know: how long the model's own work takes, how
-messages go between nodes (`hpczero.predict.network`). The assumptions are those of `hpczero.predict.model`.
+The assumptions are those of `hpczero.predict.model`.
 """
 
 from __future__ import annotations
@@ -208,20 +207,20 @@ class Exchanged:
 
 
 class Network:
-    """Seconds of the collectives of one job."""
+    """Seconds of the collectives of the ranks that share parameters of one pipeline stage."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._machine = job.machine
-        self._nodes, self._local = job.nodes, job.local
-        self._item = job.plan.precision.param_itemsize
+        self._nodes, self._local = job.shards.nodes, job.shards.local
+        self._item = job.itemsize
         footprint = job.footprint
         self._rails = RailTimes(
             job.machine,
-            job.nodes,
-            job.local,
+            self._nodes,
+            self._local,
             footprint.round_nbytes,
-            spans=footprint.ranks > 1 or job.local == 1,
+            spans=footprint.ranks > 1 or self._local == 1,
         )
 
     def gather(self, shard_nbytes: int, *, shared: bool = True) -> Cost:
@@ -247,31 +246,6 @@ class Network:
         inside = self._inside_s(mine * self._item, local, shared=True) + work.sum_s(local, mine)
         after = work.sum_s(nodes, shard_numel) if nodes > 1 else 0.0
         return Cost(inside + after) + self._rails.reduce(shard_numel, self._item, wire)
-
-    def gather_s(self, shard_nbytes: int, *, shared: bool = True) -> float:
-        """Seconds of ``gather``."""
-        return self.gather(shard_nbytes, shared=shared).seconds
-
-    def reduce_s(self, shard_numel: int) -> float:
-        """Seconds of ``reduce``."""
-        return self.reduce(shard_numel).seconds
-
-    def model_parallel_s(self) -> tuple[float, float]:
-        """What slicing each block costs (forward, backward): two all-reduces each.
-
-        With checkpointing there is also an all-gather of the block's input, which is kept sharded (ZeRO paper, sec.
-        6.1).
-        """
-        job, machine, cut = self.job, self._machine, self.job.model_parallel
-        if cut == 1:
-            return 0.0, 0.0
-        nbytes = job.tokens * job.model.hidden * self._item
-        on_one_node = cut <= machine.ranks_per_node
-        # over several nodes one ring, which crosses between two nodes by one NIC
-        rate = machine.node_rate if on_one_node else machine.nic_rate
-        latency = machine.node_latency if on_one_node else machine.nic_latency
-        one_way = (cut - 1) * (latency + nbytes / cut / rate)
-        return 2 * 2 * one_way, 2 * 2 * one_way + (one_way if job.checkpointing else 0.0)
 
     def exchanged(self, block_f: float, block_b: float, head_b: float) -> Exchanged:
         """The collectives of one step.
@@ -313,11 +287,22 @@ class Network:
         return Exchanged(exposed, whole)
 
     def _gather_of(self, unit: UnitSpec) -> Cost:
-        return self.gather(unit.layout.shard_numel * self._item)
+        """The gather for forward; with a second shard the mean over micro-batches, of which one is far."""
+        far = self.gather(unit.layout.shard_numel * self._item)
+        if not self.job.secondary:
+            return far
+        times = self.job.accumulation
+        return (far + Cost(self._in_node_s(unit)) * (times - 1)) * (1 / times)
 
     def _gather_again_of(self, unit: UnitSpec) -> Cost:
-        """The gather for backward."""
-        return self._gather_of(unit)
+        """The gather for backward: none where units are held, in the node with a second shard."""
+        if self.job.holds_units:
+            return NOTHING
+        return Cost(self._in_node_s(unit)) if self.job.secondary else self._gather_of(unit)
+
+    def _in_node_s(self, unit: UnitSpec) -> float:
+        whole = unit.layout.padded_numel * self._item
+        return self._inside_s(whole // self._local, self._local, shared=True)
 
     def _reduce_of(self, unit: UnitSpec) -> Cost:
         shard = unit.layout.shard_numel

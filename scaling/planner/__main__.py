@@ -218,7 +218,7 @@ def _choice(topology: Topology, setting: Setting, asked: PlannedRun, folder: Pat
     return search(
         asked,
         freedom,
-        foretell_on(setting.model, machine, measured),
+        foretell_on(machine, measured),
         fits=lambda run: run.most <= limit,
     )
 

@@ -28,9 +28,10 @@ from hpczero.options.reading import parse_command_line
 from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
-from hpczero.predict.model import Prediction, largest_micro_batch, predict
+from hpczero.predict.model import Prediction, predict
 from scaling.contenders.workload import find_model
 from scaling.evidence.record import HOME, Recorder, cores, machine_name
+from scaling.predict.fits import fit_of, largest_micro_batch, needed_nbytes
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def forecast(options: Options) -> Iterator[tuple[Prediction, int, bool]]:
         job = job_of(options, ranks)
         most, checkpointed = largest_micro_batch(job)
         if not most:
-            need = job.fit.needed_nbytes / 1e9
+            need = fit_of(job).needed_nbytes / 1e9
             raise ConfigError(
                 f"{options.model} at stage {options.stage} on {ranks} ranks of {job.machine.name}: one sequence needs "
                 f"{need:.1f} GB, a rank has {job.machine.usable / 1e9:.1f} GB; use more ranks, a higher --stage, or "
@@ -219,13 +220,13 @@ def job_of(options: Options, ranks: int) -> Job:
         local = min(machine.ranks_per_node, ranks)
         taken = fastest_transport(local, ranks // local, on_host=machine.shares_memory)
         transport = taken if options.transport == "auto" else options.transport
-    return Job(
-        model=find_model(options.model),
-        machine=machine,
-        ranks=ranks,
-        stage=options.stage,
-        precision=precision,
-        micro_batch=1,
+    return Job.plain(
+        find_model(options.model),
+        machine,
+        ranks,
+        options.stage,
+        precision,
+        1,
         checkpointing=bool(options.checkpointing),
         transport=transport,
         overlap=not options.no_overlap,
@@ -294,7 +295,7 @@ def as_json(prediction: Prediction, most: int, checkpointed: bool) -> dict[str, 
         "tokens_per_s": prediction.tokens_per_s,
         "tflops_per_rank": prediction.tflops,
         "mfu": prediction.mfu,
-        "needed_nbytes": job.needed_nbytes,
+        "needed_nbytes": needed_nbytes(job),
     }
 
 

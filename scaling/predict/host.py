@@ -54,13 +54,13 @@ def predict_on_host(
         accumulation: forwards of one step.
         transport: between them; None: what ``auto`` takes on one node.
     """
-    job = Job(
-        model=model,
-        machine=host_machine(measured, ranks),
-        ranks=ranks,
-        stage=stage,
-        precision="fp32",
-        micro_batch=micro_batch,
+    job = Job.plain(
+        model,
+        host_machine(measured, ranks),
+        ranks,
+        stage,
+        "fp32",
+        micro_batch,
         accumulation=accumulation,
         checkpointing=model.checkpoint_activations,
         transport=transport or ("window" if ranks > 1 else "flat"),

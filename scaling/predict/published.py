@@ -1,7 +1,7 @@
 """Published runs of other programs in layouts that hpczero has, beside what its model says of them.
 
 Owns: the configurations, figures and their sources, the comparison. Must not know: any formula of time
-(`hpczero.predict.layout`) or of memory (`hpczero.plan.spread`).
+(`hpczero.predict.model`) or of memory (`hpczero.plan.spread`).
 
 Machines are data sheets as they are: no constant is fitted to a run. So a ratio says what the model leaves out of the
 run, and what the run has that hpczero has not.
@@ -16,8 +16,9 @@ from typing import Literal
 from hpczero.job.mesh import Mesh
 from hpczero.models.config import PRESETS, GPTConfig
 from hpczero.plan.spread import Spread
-from hpczero.predict.layout import LayoutPrediction, predict_layout
+from hpczero.predict.job import Job
 from hpczero.predict.machine import load_machine
+from hpczero.predict.model import Prediction, predict
 
 Measure = Literal["TFLOP/s", "hardware TFLOP/s", "MFU, %", "tokens/s"]
 RECOMPUTED = (
@@ -49,12 +50,12 @@ class Published:
     said: str
     overlap: bool = True
 
-    def predicted(self) -> LayoutPrediction:
+    def predicted(self) -> Prediction:
         """A step of it."""
         machine = load_machine(self.machine)
-        return predict_layout(self.spread, machine, overlap=self.overlap)
+        return predict(Job.of(self.spread, machine, overlap=self.overlap))
 
-    def of(self, found: LayoutPrediction) -> float:
+    def of(self, found: Prediction) -> float:
         """The measure by a prediction."""
         if self.measure == "tokens/s":
             return found.tokens_per_s / self.spread.mesh.size

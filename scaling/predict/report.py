@@ -15,6 +15,7 @@ from scaling.evidence.plot import Bar, Line, draw_bars, draw_lines
 from scaling.evidence.record import Row, commit, of_kind, where_and_when
 from scaling.evidence.spread import Spread
 from scaling.evidence.table import table, with_spread
+from scaling.predict.fits import needed_nbytes
 from scaling.predict.paper import ANCHOR_TFLOPS, FIGURE_3, Comparison
 
 
@@ -57,7 +58,7 @@ def forecast_table(found: Sequence[tuple[Prediction, int, bool]]) -> str:
                 f"{prediction.tflops:.3g}",
                 f"{prediction.mfu:.0%}",
                 f"{prediction.tokens_per_s / job.ranks / base:.0%}",
-                f"{job.needed_nbytes / 1e9:.1f}",
+                f"{needed_nbytes(job) / 1e9:.1f}",
             ]
         )
     return table(header, cells)

@@ -88,7 +88,7 @@ def cases(ranks: Sequence[int] = RANKS, per_node: Sequence[int] = PER_NODE) -> I
     machine = load_machine(MACHINE)
     for many in ranks:
         for local in per_node:
-            job = Job(
+            job = Job.plain(
                 PRESETS[MODEL],
                 of_size(machine, local),
                 many,
@@ -98,7 +98,7 @@ def cases(ranks: Sequence[int] = RANKS, per_node: Sequence[int] = PER_NODE) -> I
                 checkpointing=True,
                 transport="ipc",
             )
-            yield Case(predict(job, network=NetworkBefore(job)), predict(job))
+            yield Case(predict(job, network=NetworkBefore), predict(job))
 
 
 def best_layouts(machine: Machine, ranks: int) -> list[FoundLayout]:
@@ -117,7 +117,7 @@ def charges_text(found: Sequence[Case]) -> str:
     for case in found:
         before, after = case.before, case.after
         shown = [
-            f"{after.job.ranks:,}, {after.job.local}",
+            f"{after.job.ranks:,}, {after.job.shards.local}",
             f"{after.messages:,}",
             f"{after.launches:,}",
         ]
@@ -136,7 +136,7 @@ def charges_text(found: Sequence[Case]) -> str:
 def _judged(found: Sequence[Case]) -> Iterator[str]:
     """Each goal, and whether it is met."""
     for case in found:
-        ranks, local = case.after.job.ranks, case.after.job.local
+        ranks, local = case.after.job.ranks, case.after.job.shards.local
         said = []
         if ranks in MOST_HOST_S:
             good = "met" if case.after.host_s <= MOST_HOST_S[ranks] else "MISSED"

@@ -10,8 +10,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from hpczero.predict.layout import predict_layout
+from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine
+from hpczero.predict.model import predict
 from scaling.evidence.record import Row
 from scaling.simulate.engine import Subject, record
 from scaling.simulate.links import Network
@@ -58,7 +59,7 @@ def row_of(subject: Subject, machine: Machine, *, message_s: float, every_rank: 
     described = replace(machine, ranks_per_node=spread.ranks_per_node)
     network = Network.of(described, message_s=message_s)
     outcome, programs, facts = simulated(subject, network, every_rank=every_rank)
-    forecast = predict_layout(spread, described)
+    forecast = predict(Job.of(spread, described))
     computing = forecast.forward_s + forecast.backward_s + forecast.update_s
     return {
         "layout": spread.as_json(),

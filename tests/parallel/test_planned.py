@@ -19,7 +19,8 @@ from hpczero.parallel import close, cut, gpt_rule, gpt_stages, split
 from hpczero.parallel.tensor.layers import ColumnLinear
 from hpczero.plan.degrees import mesh_of
 from hpczero.plan.sent import sent_by
-from hpczero.plan.spread import ForwardSizes, Spread, part_of_gpt
+from hpczero.plan.sizing import ForwardSizes
+from hpczero.plan.spread import Spread, part_of_gpt
 from hpczero.run.evaluation import PipelinePasses, passes_of
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.building import divide

@@ -12,12 +12,12 @@ import torch
 
 from hpczero.activations import Checkpointing, keep_products
 from hpczero.errors import PlanError
-from hpczero.models import GPT, PRESETS, GPTConfig, parameter_shapes
+from hpczero.job.mesh import Mesh
+from hpczero.models import GPT, PRESETS, GPTConfig
 from hpczero.plan.alternatives import alternatives
 from hpczero.plan.offload import Activations
-from hpczero.plan.peak import ModelSizes, PlannedRun
-from hpczero.plan.sizing import activation_nbytes
-from tests.plan.test_sizing import peak_nbytes
+from hpczero.plan.peak import PlannedRun
+from tests.plan.test_sizing import activation_nbytes, peak_nbytes
 
 BASE = GPTConfig(vocab_size=400, context=128, layers=6, hidden=128, heads=4)
 
@@ -40,12 +40,7 @@ def test_they_agree_with_the_memory_profiler(
         tokens = torch.randint(0, 400, (batch, 128), generator=torch.Generator().manual_seed(0))
         measured = peak_nbytes(model, tokens)
     predicted = activation_nbytes(
-        config,
-        sequence=128,
-        batch=batch,
-        itemsize=dtype.itemsize,
-        checkpointing=True,
-        kept=Activations(kind, rest),
+        config, 128 * batch, dtype.itemsize, checkpointing=True, kept=Activations(kind, rest)
     )
     # Left out on purpose: as in test_sizing, and staging, which is no tensor of torch's.
     assert measured == pytest.approx(predicted, rel=0.05)
@@ -95,13 +90,12 @@ def test_what_takes_as_much_memory_on_its_way_is_refused_with_both_figures() -> 
 def test_a_run_that_activations_fill_is_told_of_the_disk() -> None:
     deep = dataclasses.replace(PRESETS["gpt2"], layers=96)
     run = PlannedRun(
-        network=ModelSizes(deep, tuple(parameter_shapes(deep))),
-        ranks=2,
-        local_size=2,
+        deep,
+        Mesh(shard=2),
+        ranks_per_node=2,
         transport="window",
         stage=3,
         precision="fp32",
-        sequence=1024,
         micro_batch=8,
         accumulation=1,
         checkpointing=True,

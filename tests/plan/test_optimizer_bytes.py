@@ -12,7 +12,6 @@ import torch
 from hpczero.models.config import GPTConfig
 from hpczero.plan.__main__ import PlanOptions, build_report
 from hpczero.plan.memory import STATE_BYTES
-from hpczero.predict.answer import as_json
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def test_state_that_the_plan_command_says_is_what_training_holds_to_the_byte(
         optimizer=cast("Any", name),
         **cast("Any", OPTIONS),
     )
-    report = as_json(build_report(options))
+    report = build_report(options).as_json()
     rows = cast("list[dict[str, Any]]", report["stages"])
     import hpczero
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from hpczero.job.mesh import Mesh
 from hpczero.models.config import PRESETS, GPTConfig, parameter_count, parameter_shapes
 from hpczero.models.gpt import DEVICE_LOSS_CHUNK_NUMEL, GPT, LOSS_CHUNK_NUMEL
 from hpczero.parallel.tensor.loss import DEVICE_PIECE_NUMEL, PIECE_NUMEL
@@ -18,18 +19,15 @@ from hpczero.plan.rules import default_rule
 from hpczero.plan.sizing import (
     DEVICE_LOSS_PIECE_NUMEL,
     LOSS_PIECE_NUMEL,
+    ForwardSizes,
     MachineSizes,
-    activation_nbytes,
-    arriving_nbytes,
     blockwise_plan,
     fewest_ranks,
     fit,
-    fused_buffer_nbytes,
-    ideal_activation_numel,
     ideal_state_nbytes,
-    ideal_volume_numel,
     largest,
 )
+from hpczero.plan.spread import Spread
 
 # Rajbhandari et al., ZeRO, SC20, table 1: GB per device as printed, (Pos, Pos+g, Pos+g+p) for 7.5B, 128B and 1T.
 TABLE_1 = {
@@ -52,6 +50,10 @@ SMALL = GPTConfig(vocab_size=1000, context=64, layers=3, hidden=64, heads=4)
 
 def test_table_1_has_all_its_cells() -> None:
     assert len(TABLE_1_CELLS) == 54
+
+
+def activation_nbytes(model: GPTConfig, tokens: int, itemsize: int, **more: Any) -> int:
+    return ForwardSizes(model, tokens, itemsize, model.layers, **more).peak_nbytes()
 
 
 @pytest.mark.parametrize(("numel", "ranks", "stage", "printed"), TABLE_1_CELLS)
@@ -83,25 +85,13 @@ def test_ideal_volume_is_what_the_plan_sends_without_padding(stage: int, ranks: 
     shapes = list(parameter_shapes(PRESETS["gpt2"]))
     plan = blockwise_plan(shapes, num_shards=ranks, stage=stage, precision="bf16")
     traffic = plan.traffic()
-    ideal = ideal_volume_numel(stage, plan.numel, data_parallel=ranks)
-    assert ideal == (3 if stage == 3 else 2) * plan.numel * Fraction(ranks - 1, ranks)
+    # ZeRO, SC20, sec. 7: 2Ψ, with sharded parameters 3Ψ, times (N - 1) / N of a ring
+    ideal = (3 if stage == 3 else 2) * plan.numel * Fraction(ranks - 1, ranks)
     # The padding of each unit is rounded down to whole elements once.
     assert 0 <= traffic.numel - traffic.padding - ideal < len(plan.units)
 
 
-def test_ideal_activations_of_the_papers_examples() -> None:
-    gpt2 = {"hidden": 1600, "layers": 48, "sequence": 1024, "batch": 32}
-    plain = ideal_activation_numel(**gpt2, checkpointing=False)
-    checkpointed = ideal_activation_numel(**gpt2, checkpointing=True)
-    assert 2 * plain / 1e9 == pytest.approx(60.4, abs=0.05)  # "about 60 GB"
-    assert 2 * checkpointed / 1e9 == pytest.approx(5.03 + 1.26, abs=0.01)
-    large = {"hidden": 8192, "layers": 125, "sequence": 1024, "batch": 32}
-    inputs = ideal_activation_numel(**large, checkpointing=True) - 12 * 8192 * 32 * 1024
-    assert inputs / 1e9 == pytest.approx(33.55, abs=0.01)
-
-
-def test_exchange_buffer_does_not_grow_with_the_model_as_a_fused_one_does() -> None:
-    assert fused_buffer_nbytes(1_500_000_000) == 6e9
+def test_exchange_buffer_does_not_grow_with_the_model() -> None:
     small, large = (
         blockwise_plan(parameter_shapes(PRESETS[name]), num_shards=64, stage=2, precision="bf16")
         for name in ("gpt-8b", "gpt-170b")
@@ -185,9 +175,7 @@ def test_activations_agree_with_the_memory_profiler(
     batch = 8
     tokens = torch.randint(0, 400, (batch, 128), generator=torch.Generator().manual_seed(0))
     measured = peak_nbytes(GPT(config).to(dtype), tokens)
-    predicted = activation_nbytes(
-        config, sequence=128, batch=batch, itemsize=dtype.itemsize, checkpointing=checkpointing
-    )
+    predicted = activation_nbytes(config, 128 * batch, dtype.itemsize, checkpointing=checkpointing)
     # Left out on purpose: norm and softmax statistics, rotary tables, weight gradients in flight.
     assert measured == pytest.approx(predicted, rel=0.05)
 
@@ -199,8 +187,8 @@ def test_gradients_on_their_way_agree_with_the_memory_profiler(tied: bool) -> No
         vocab_size=20_000, context=16, layers=2, hidden=128, heads=4, tie_embeddings=tied
     )
     tokens = torch.randint(0, 400, (1, 16), generator=torch.Generator().manual_seed(0))
-    activations = activation_nbytes(config, sequence=16, batch=1, itemsize=4, checkpointing=False)
-    arriving = arriving_nbytes(config, parameter_shapes(config), itemsize=4)
+    activations = activation_nbytes(config, 16 * 1, 4, checkpointing=False)
+    arriving = Spread(config, Mesh(), 1, precision="fp32").arriving_nbytes(0)
     assert arriving == (3 if tied else 1) * 4 * 20_000 * 128
     # Most activations are gone when the embedding gets its gradient.
     assert arriving <= peak_nbytes(GPT(config), tokens) <= arriving + activations
@@ -214,9 +202,7 @@ def test_pieces_of_the_loss_are_those_of_the_model() -> None:
 def test_larger_pieces_of_a_device_are_planned() -> None:
     config, tokens = PRESETS["gpt2"], 16 * 1024
     here, there = (
-        activation_nbytes(
-            config, sequence=1024, batch=16, itemsize=2, checkpointing=False, on_device=on_device
-        )
+        activation_nbytes(config, 1024 * 16, 2, checkpointing=False, on_device=on_device)
         for on_device in (False, True)
     )
     rows = 2**28 // config.vocab_size - 2**24 // config.vocab_size
@@ -238,7 +224,7 @@ def test_largest_micro_batch_fits_and_one_more_does_not(checkpointing: bool) -> 
 
     def total(size: int) -> int:
         return row.memory.total + activation_nbytes(
-            config, sequence=1024, batch=size, itemsize=2, checkpointing=checkpointing
+            config, 1024 * size, 2, checkpointing=checkpointing
         )
 
     assert batch > 1
@@ -259,9 +245,7 @@ def test_checkpointing_is_counted_only_where_the_micro_batch_needs_it() -> None:
         return row.needed_nbytes - row.memory.total, row.fits
 
     def activations(micro_batch: int, checkpointing: bool) -> int:
-        return activation_nbytes(
-            config, sequence=1024, batch=micro_batch, itemsize=2, checkpointing=checkpointing
-        )
+        return activation_nbytes(config, 1024 * micro_batch, 2, checkpointing=checkpointing)
 
     assert sized(2) == (activations(2, False), True)
     assert sized(40) == (activations(40, True), True)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
-from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.job.mesh import Mesh
+from hpczero.models.config import GPTConfig
 from hpczero.plan.offload import Offload
-from hpczero.plan.peak import ModelSizes, PlannedRun
+from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import Freedom, candidates, choose, describe, lines, options_of
 from hpczero.planner.search import foretell_on
 from hpczero.predict.machine import Machine, load_machine
@@ -22,13 +23,12 @@ DISK = Freedom(media=["disk"], folder="/scratch")
 
 def asked(**changes: object) -> PlannedRun:
     run = PlannedRun(
-        network=ModelSizes(MODEL, tuple(parameter_shapes(MODEL))),
-        ranks=2,
-        local_size=2,
+        MODEL,
+        Mesh(shard=2),
+        ranks_per_node=2,
         transport="window",
         stage=3,
         precision="fp32",
-        sequence=64,
         micro_batch=6,
         accumulation=1,
         checkpointing=False,
@@ -69,7 +69,7 @@ def test_the_fastest_that_fits_is_chosen_and_what_would_be_faster_is_named() -> 
 
     def foretell(run: PlannedRun) -> Prediction:
         spent = seconds[run.stage] + run.accumulation / 10 + run.checkpointing / 2
-        base = foretell_on(MODEL, machine())(run)
+        base = foretell_on(machine())(run)
         parts = dataclasses.replace(base, forward_s=spent, backward_s=0, communication_s=0)
         return dataclasses.replace(parts, update_s=0, tier_s=0)
 
@@ -92,7 +92,7 @@ def test_the_fastest_that_fits_is_chosen_and_what_would_be_faster_is_named() -> 
 
 def test_settings_alike_within_a_hundredth_go_to_the_simpler_one() -> None:
     def foretell(run: PlannedRun) -> Prediction:
-        base = foretell_on(MODEL, machine())(run)
+        base = foretell_on(machine())(run)
         faster = 0.995 if run.offload.any else 1.0  # so little is noise
         return dataclasses.replace(
             base, forward_s=faster, backward_s=0, communication_s=0, update_s=0, tier_s=0
@@ -117,7 +117,7 @@ def test_options_pin_the_choice() -> None:
         "--offload.gradients disk",
         "--offload.folder /scratch",
     ]
-    found = choose([run], lambda _: True, foretell_on(MODEL, machine())).best
+    found = choose([run], lambda _: True, foretell_on(machine())).best
     assert found is not None
     assert "optimizer and gradients on disk" in describe(found)
 
@@ -138,13 +138,13 @@ def test_a_disk_that_is_slower_than_computing_sets_the_step() -> None:
     offload = Offload("disk", "disk", "disk", Path("/scratch"))
     run = asked(offload=offload)
     slow = machine(disk_read=1e6, disk_write=1e6)
-    step = foretell_on(MODEL, slow)(run)
+    step = foretell_on(slow)(run)
     shard = sum(unit.layout.shard_numel for unit in run.plan.units)
     assert step.tier_s == pytest.approx(40 * shard / 1e6, rel=0.05)
     assert step.tier_s > 40 * shard / 1e6 - step.forward_s - step.backward_s - step.update_s
-    fast = foretell_on(MODEL, machine(disk_read=1e15, disk_write=1e15))(run)
+    fast = foretell_on(machine(disk_read=1e15, disk_write=1e15))(run)
     assert fast.tier_s < 0.01 * step.tier_s
-    assert foretell_on(MODEL, slow)(asked()).tier_s == 0
+    assert foretell_on(slow)(asked()).tier_s == 0
 
 
 def test_passes_in_half_precision_read_half_of_the_bytes() -> None:
@@ -153,9 +153,9 @@ def test_passes_in_half_precision_read_half_of_the_bytes() -> None:
     slow = machine(disk_read=1e6, disk_write=1e6)
     run = asked(offload=offload, precision="bf16")
     shard = sum(unit.layout.shard_numel for unit in run.plan.units)
-    once = foretell_on(MODEL, slow)(run).tier_s
+    once = foretell_on(slow)(run).tier_s
     assert once == pytest.approx(38 * shard / 1e6, rel=0.05)
-    again = foretell_on(MODEL, slow)(dataclasses.replace(run, micro_batch=2, accumulation=3)).tier_s
+    again = foretell_on(slow)(dataclasses.replace(run, micro_batch=2, accumulation=3)).tier_s
     assert again - once == pytest.approx(8 * shard / 1e6, rel=0.05)
 
 
@@ -163,9 +163,7 @@ def test_a_part_of_the_units_elsewhere_takes_a_part_of_the_time() -> None:
     slow = machine(disk_read=1e6, disk_write=1e6)
     offload = Offload("disk", "disk", "disk", Path("/scratch"))
     everything, half, nothing = (
-        foretell_on(MODEL, slow)(
-            asked(offload=dataclasses.replace(offload, fraction=fraction))
-        ).tier_s
+        foretell_on(slow)(asked(offload=dataclasses.replace(offload, fraction=fraction))).tier_s
         for fraction in (1.0, 0.5, 0.0)
     )
     assert 0.4 * everything < half < 0.8 * everything
@@ -184,11 +182,11 @@ def test_options_that_only_go_with_some_media_leave_out_the_others() -> None:
 def test_a_tier_without_rates_is_refused_by_name() -> None:
     run = asked(offload=Offload("disk", folder="/scratch"))
     with pytest.raises(ConfigError, match="disk_read and disk_write"):
-        foretell_on(MODEL, load_machine("dgx-h100"))(run)
+        foretell_on(load_machine("dgx-h100"))(run)
 
 
 def test_a_search_foretells_each_of_a_few_hundred_settings_once() -> None:
-    run, foretell = asked(micro_batch=64), foretell_on(MODEL, machine())
+    run, foretell = asked(micro_batch=64), foretell_on(machine())
     asked_for: list[PlannedRun] = []
 
     def counted(run: PlannedRun) -> Prediction:

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from hpczero.job.mesh import Mesh
 from hpczero.models import PRESETS
-from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.models.config import GPTConfig
 from hpczero.options.reading import read_run_config
 from hpczero.plan.footprint import footprint_of
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.offloaded import OffloadedPlan, cuts, units_away
-from hpczero.plan.peak import ModelSizes, PlannedRun
+from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import (
     Choice,
     Foretold,
@@ -38,13 +39,12 @@ DISK = Freedom(media=["disk"], rests=["disk"], folder="/scratch")
 
 def asked(model: GPTConfig = MODEL, **changes: object) -> PlannedRun:
     run = PlannedRun(
-        network=ModelSizes(model, tuple(parameter_shapes(model))),
-        ranks=2,
-        local_size=2,
+        model,
+        Mesh(shard=2),
+        ranks_per_node=2,
         transport="window",
         stage=3,
         precision="fp32",
-        sequence=model.context,
         micro_batch=8,
         accumulation=1,
         checkpointing=False,
@@ -74,7 +74,7 @@ def on_device(nbytes: float) -> Callable[[PlannedRun], bool]:
 
 def found(run: PlannedRun, freedom: Freedom, nbytes: float, model: GPTConfig = MODEL) -> Choice:
     balance = balance_on(run, machine())
-    foretell = foretell_on(model, machine())
+    foretell = foretell_on(machine())
     return search(run, freedom, foretell, fits=on_device(nbytes), balance=balance)
 
 
@@ -115,7 +115,7 @@ def test_halving_finds_the_part_that_counting_units_finds(
     ranks: int, vocab_size: int, transport: str
 ) -> None:
     model = dataclasses.replace(MODEL, vocab_size=vocab_size)
-    shared = {"ranks": ranks, "local_size": ranks, "transport": transport}
+    shared = {"mesh": Mesh(shard=ranks), "ranks_per_node": ranks, "transport": transport}
     whole = Offload("disk", folder="/scratch", window=MIB)
     all_of_it = dataclasses.replace(whole, gradients="disk", parameters="disk")
     for stage, offload in ((1, whole), (3, whole), (3, all_of_it)):
@@ -191,7 +191,7 @@ def test_inputs_of_blocks_rest_elsewhere_where_that_saves_memory() -> None:
 
 def test_bytes_of_inputs_are_on_the_disk_or_on_the_host_and_not_on_the_device() -> None:
     run = next(run for run in candidates(asked(), EVERYWHERE) if run.kept.rest == "host")
-    each = run.micro_batch * run.sequence * MODEL.hidden * 4
+    each = run.micro_batch * run.length * MODEL.hidden * 4
     assert run.inputs_away == run.tiered == (MODEL.layers - 1) * each
     assert run.resting("disk") == 0
     disk = dataclasses.replace(run, kept=dataclasses.replace(run.kept, rest="disk"))
@@ -239,7 +239,7 @@ def test_words_say_which_part_who_steps_and_how_much_rests_where() -> None:
     offload = Offload("host", "host", fraction=0.1, step="host")
     kept = dataclasses.replace(asked().kept, checkpointing="block", rest="disk", folder="/scratch")
     run = asked(offload=offload, checkpointing=True, kept=kept)
-    said = describe(Foretold(run, foretell_on(MODEL, machine())(run)))
+    said = describe(Foretold(run, foretell_on(machine())(run)))
     away = len(run.offloaded.away)
     assert f"optimizer and gradients of {away} of 13 units on host, stepped on by the host" in said
     assert "activations checkpointed with inputs on disk" in said
@@ -258,7 +258,7 @@ def test_the_runner_up_differs_in_more_than_the_part_that_leaves() -> None:
 def test_ranks_of_different_limits_take_the_larger_part_and_the_same_choice() -> None:
     run = asked()
     limits = [tight(run, 0.3), tight(run, 0.6)]
-    foretell = foretell_on(MODEL, machine())
+    foretell = foretell_on(machine())
     alone = [search(run, DISK, foretell, fits=on_device(limit)) for limit in limits]
     calls: list[list[list[int]]] = []
 
@@ -297,7 +297,7 @@ def test_everything_at_once_is_searched_by_a_few_questions_of_each_setting() -> 
         questions.append(run)
         return on_device(1.2e10)(run)
 
-    balance, foretell = balance_on(run, machine()), foretell_on(model, machine())
+    balance, foretell = balance_on(run, machine()), foretell_on(machine())
     choice = search(run, EVERYWHERE, foretell, fits=fits, balance=balance)
     # Three of each and half a second in all; minutes if a search tried every part of 49 units of each.
     assert 700 < choice.tried < 1000

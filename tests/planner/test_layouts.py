@@ -27,7 +27,7 @@ def test_what_is_found_fits_and_can_be_typed() -> None:
     assert len(found) > 20
     for one in found:
         spread = one.spread
-        assert one.needed_nbytes <= MACHINE.usable
+        assert one.spread.needed_nbytes <= MACHINE.usable
         assert spread.global_batch == 16
         config = read_run_config(shlex.split(options_of_layout(one)))
         options = config.parallel
@@ -65,11 +65,11 @@ def test_every_kind_of_layout_is_tried() -> None:
 
 def test_little_memory_leaves_layouts_that_share_more() -> None:
     roomy = search_layouts(MODEL, MACHINE, ranks=8, precision="bf16", global_batch=16)
-    least = min(one.needed_nbytes for one in roomy)
+    least = min(one.spread.needed_nbytes for one in roomy)
     small = dataclasses.replace(MACHINE, memory=MACHINE.reserved + 1.2 * least)
     tight = search_layouts(MODEL, small, ranks=8, precision="bf16", global_batch=16)
     assert 0 < len(tight) < len(roomy)
-    assert all(one.needed_nbytes <= 1.2 * least for one in tight)
+    assert all(one.spread.needed_nbytes <= 1.2 * least for one in tight)
     nothing = dataclasses.replace(MACHINE, memory=MACHINE.reserved + 0.5 * least)
     assert search_layouts(MODEL, nothing, ranks=8, precision="bf16", global_batch=16) == []
 

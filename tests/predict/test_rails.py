@@ -50,7 +50,9 @@ def test_messages_of_a_step_are_those_of_the_plan(
     stage: int, accumulation: int, ranks: int, local: int
 ) -> None:
     machine = dataclasses.replace(H100, ranks_per_node=local)
-    case = Job(SMALL, machine, ranks, stage, "bf16", 1, accumulation=accumulation, transport="ipc")
+    case = Job.plain(
+        SMALL, machine, ranks, stage, "bf16", 1, accumulation=accumulation, transport="ipc"
+    )
     footprint = footprint_of("ipc", ranks=ranks, local_size=local)
     traffic = case.plan.traffic(footprint=footprint, micro_steps=accumulation)
     assert predict(case).messages == traffic.messages > 0
@@ -58,10 +60,10 @@ def test_messages_of_a_step_are_those_of_the_plan(
 
 def test_messages_of_a_host_are_in_its_short_rounds() -> None:
     host = dataclasses.replace(H100, shares_memory=True)
-    case = Job(SMALL, host, 24, 3, "fp32", 1, transport="window")
+    case = Job.plain(SMALL, host, 24, 3, "fp32", 1, transport="window")
     traffic = case.plan.traffic(footprint=case.footprint)
     assert predict(case).messages == traffic.messages
-    device = Job(SMALL, H100, 24, 3, "fp32", 1, transport="window")
+    device = Job.plain(SMALL, H100, 24, 3, "fp32", 1, transport="window")
     assert predict(device).messages < traffic.messages
 
 
@@ -146,7 +148,7 @@ def test_host_time_is_rounds_messages_and_launches() -> None:
 
 def test_a_host_that_computes_pays_for_no_launch() -> None:
     host = dataclasses.replace(H100, shares_memory=True, round_host=0.0, message_host=0.0)
-    case = Job(SMALL, host, 24, 3, "fp32", 1, transport="window")
+    case = Job.plain(SMALL, host, 24, 3, "fp32", 1, transport="window")
     found = predict(case)
     assert (found.host_s, found.launches) == (0.0, 0)
     assert found.messages > 0
@@ -155,7 +157,7 @@ def test_a_host_that_computes_pays_for_no_launch() -> None:
 def test_host_time_of_a_hidden_collective_hides_with_it() -> None:
     def step(message_host: float, batch: int) -> tuple[float, float, float]:
         machine = free(message_host=message_host)
-        case = Job(PRESETS["gpt-8b"], machine, 400, 3, "bf16", batch, transport="ipc")
+        case = Job.plain(PRESETS["gpt-8b"], machine, 400, 3, "bf16", batch, transport="ipc")
         found = predict(case)
         return found.step_s, found.communication_s, found.host_s
 
@@ -169,11 +171,11 @@ def test_host_time_of_a_hidden_collective_hides_with_it() -> None:
 
 
 def test_flat_pays_its_latencies_in_each_round() -> None:
-    case = Job(SMALL, free(), 16, 0, "fp32", 1, transport="flat")
+    case = Job.plain(SMALL, free(), 16, 0, "fp32", 1, transport="flat")
     slower = dataclasses.replace(case, machine=free(nic_latency=H100.nic_latency + 1.0))
     # rounds of 32 MiB over 16 ranks hold 524,288 elements of each shard
     for shard, rounds in ((524_288, 1), (524_289, 2)):
-        more = Network(slower).reduce_s(shard) - Network(case).reduce_s(shard)
+        more = Network(slower).reduce(shard).seconds - Network(case).reduce(shard).seconds
         assert more == pytest.approx(8 * rounds)
 
 
@@ -193,7 +195,7 @@ def test_what_is_charged_is_what_was_measured(row: dict[str, float]) -> None:
     """The machine file's two numbers are near every measured case, and counts are equal."""
     local = int(row["ranks_per_node"])
     machine = dataclasses.replace(H100, ranks_per_node=local)
-    case = Job(PRESETS["gpt-60b"], machine, int(row["ranks"]), 3, "bf16", 4, transport="ipc")
+    case = Job.plain(PRESETS["gpt-60b"], machine, int(row["ranks"]), 3, "bf16", 4, transport="ipc")
     found = predict(case)
     assert found.messages == row["messages"]
     assert found.launches == row["kernels"] + row["operations"]

@@ -27,7 +27,7 @@ def job(**changes: object) -> Job:
         "host_write": SLOW,
     }
     machine = dataclasses.replace(load_machine("dgx-h100"), **rates)
-    asked = Job(MODEL, machine, 2, 3, "fp32", 2, transport="window", ranks_per_node=2)
+    asked = Job.plain(MODEL, machine, 2, 3, "fp32", 2, transport="window", ranks_per_node=2)
     return dataclasses.replace(asked, **changes)  # type: ignore[arg-type]
 
 
@@ -72,8 +72,8 @@ def test_all_inputs_of_blocks_but_the_newest_are_written_and_read_in_every_forwa
     for accumulation in (1, 3):
         asked = job(checkpointing=True, kept=ON_DISK, accumulation=accumulation)
         each = 2 * MODEL.context * MODEL.hidden * 4
-        assert asked.inputs_nbytes == (MODEL.layers - 1) * each
-        alone = accumulation * asked.inputs_nbytes * (1 / SLOW + 1 / (2 * SLOW))
+        assert asked.inputs_away == (MODEL.layers - 1) * each
+        alone = accumulation * asked.inputs_away * (1 / SLOW + 1 / (2 * SLOW))
         step = predict(asked)
         assert step.tier_s + step.tier_hidden_s == pytest.approx(alone, rel=0.01)
         assert step.tier_s == pytest.approx(alone, rel=0.05)
@@ -85,7 +85,7 @@ def test_a_disk_as_fast_as_computing_hides_inputs_of_blocks() -> None:
     quick = dataclasses.replace(job().machine, disk_read=1e12, disk_write=1e12)
     asked = job(machine=quick, checkpointing=True, kept=ON_DISK)
     step = predict(asked)
-    copies = 2 * asked.inputs_nbytes * 2 / quick.memory_rate
+    copies = 2 * asked.inputs_away * 2 / quick.memory_rate
     assert step.tier_s == pytest.approx(copies)
     assert step.tier_hidden_s < step.forward_s + step.backward_s
 

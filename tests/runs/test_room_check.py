@@ -15,12 +15,13 @@ import pytest
 from hpczero.accelerator import HostAccelerator
 from hpczero.errors import ConfigError, OutOfMemory
 from hpczero.job.limits import ProcessMemory, Room, usage
+from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
 from hpczero.models import PRESETS, parameter_shapes
-from hpczero.plan import peak
+from hpczero.plan import spread
 from hpczero.plan.alternatives import alternatives, describe
 from hpczero.plan.offload import Offload
-from hpczero.plan.peak import ModelSizes, PlannedRun
+from hpczero.plan.peak import PlannedRun
 from hpczero.plan.plan import Plan
 from hpczero.plan.sizing import blockwise_plan
 from hpczero.run.starting.room_check import Bound, RoomCheck, gather_bounds
@@ -28,13 +29,12 @@ from tests.helpers.mpirun import run_command
 
 XL = PRESETS["gpt2-xl"]
 RUN = PlannedRun(
-    network=ModelSizes(XL, tuple(parameter_shapes(XL))),
-    ranks=2,
-    local_size=2,
+    XL,
+    Mesh(shard=2),
+    ranks_per_node=2,
     transport="window",
     stage=0,
     precision="fp32",
-    sequence=1024,
     micro_batch=4,
     accumulation=1,
     checkpointing=False,
@@ -82,8 +82,8 @@ def test_a_model_three_times_the_memory_is_told_what_fits_from_disk() -> None:
 
 
 def test_the_end_of_a_run_takes_one_unit_and_not_the_whole_model() -> None:
-    run = dataclasses.replace(RUN, stage=3, ranks=64, local_size=64, transport="flat")
-    nbytes = {name: 4 * math.prod(shape) for name, shape in run.network.shapes}
+    run = dataclasses.replace(RUN.on(64, 64), stage=3, transport="flat")
+    nbytes = {name: 4 * math.prod(shape) for name, shape in parameter_shapes(XL)}
     table = nbytes["wte.weight"]  # in the largest unit, with little else
     beside = run.moments.end - (run.moments.step - run.memory.gradients)
     assert table <= beside < 1.1 * table
@@ -102,13 +102,7 @@ def test_low_estimates_lie_below_high_ones_for_every_kind_of_room() -> None:
 def test_memory_that_runs_out_inside_a_run_says_what_the_plan_needs() -> None:
     topology = Topology.alone()
     small = PRESETS["gpt-micro"]
-    run = dataclasses.replace(
-        RUN,
-        network=ModelSizes(small, tuple(parameter_shapes(small))),
-        ranks=1,
-        local_size=1,
-        transport="flat",
-    )
+    run = dataclasses.replace(RUN.on(1, 1), model=small, transport="flat")
     check = RoomCheck(topology, HostAccelerator(), title="gpt-micro")
     try:
         check.check(run, [])
@@ -135,9 +129,8 @@ def test_the_deepest_model_is_refused_after_a_few_plans_of_it(
         planned.append(kwargs)
         return blockwise_plan(*args, **kwargs)
 
-    monkeypatch.setattr(peak, "blockwise_plan", counted)
-    network = ModelSizes(deep, tuple(parameter_shapes(deep)))
-    run = dataclasses.replace(RUN, network=network, ranks=1, local_size=1, transport="flat")
+    monkeypatch.setattr(spread, "blockwise_plan", counted)
+    run = dataclasses.replace(RUN.on(1, 1), model=deep, transport="flat")
     topology = Topology.alone()
     try:
         check = RoomCheck(topology, HostAccelerator(), title="gpt-nano")
@@ -154,17 +147,15 @@ def test_the_deepest_model_is_refused_after_a_few_plans_of_it(
 
 
 def test_more_ranks_are_said_with_the_batch_and_the_nodes_that_they_need() -> None:
-    run = dataclasses.replace(
-        RUN, ranks=1, local_size=1, transport="flat", stage=3, micro_batch=1, laid_out=True
-    )
-    two = dataclasses.replace(run, ranks=2, local_size=2, transport="window")
+    run = dataclasses.replace(RUN.on(1, 1), transport="flat", stage=3, micro_batch=1, laid_out=True)
+    two = dataclasses.replace(run.on(2, 2), transport="window")
     words = describe(run, two)
     assert "--train.micro_batch 1 --train.global_batch 2" in words
     assert "--parallel.nodes 1x2" in words
 
 
 def test_a_smaller_preset_is_said_without_the_sizes_that_were_given() -> None:
-    run = dataclasses.replace(RUN, ranks=1, local_size=1, transport="flat")
+    run = dataclasses.replace(RUN.on(1, 1), transport="flat")
     topology = Topology.alone()
     room = Room("x", "host", "resident", usage().resident + int(1.5e9), 0)
     given = ["hidden", "checkpoint_activations", "layers"]
@@ -195,7 +186,7 @@ def test_a_limit_of_one_rank_alone_does_not_hide_what_ranks_have_together(
 def test_what_does_not_fit_under_the_limit_of_one_rank_is_refused_on_every_rank(
     topology: Topology,
 ) -> None:
-    run = dataclasses.replace(RUN, ranks=topology.size, local_size=topology.size, stage=3)
+    run = dataclasses.replace(RUN.on(topology.size, topology.size), stage=3)
     found = [Room("ulimit -v", "", "mapped", 10**9, 0)] * (topology.rank == 1)
     check = RoomCheck(topology, HostAccelerator(), title="gpt2-xl")
     with pytest.raises(ConfigError, match=r"rank.s. 1, .*in this process, which has 1.0 GB"):

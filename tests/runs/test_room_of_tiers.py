@@ -8,10 +8,11 @@ import pytest
 
 from hpczero.accelerator import HostAccelerator
 from hpczero.job.limits import Room
-from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.job.mesh import Mesh
+from hpczero.models.config import GPTConfig
 from hpczero.options.config import ActivationOptions, ModelOptions, OffloadOptions, RunConfig
 from hpczero.plan.offload import MIB, Medium, Offload
-from hpczero.plan.peak import ModelSizes, PlannedRun
+from hpczero.plan.peak import PlannedRun
 from hpczero.run.starting import choosing
 from hpczero.run.starting.room_check import Bound
 
@@ -20,13 +21,12 @@ MODEL = GPTConfig(vocab_size=512, context=64, layers=8, hidden=256, heads=4)
 
 def resting_on(medium: Medium) -> PlannedRun:
     run = PlannedRun(
-        network=ModelSizes(MODEL, tuple(parameter_shapes(MODEL))),
-        ranks=2,
-        local_size=2,
+        MODEL,
+        Mesh(shard=2),
+        ranks_per_node=2,
         transport="flat",
         stage=3,
         precision="fp32",
-        sequence=64,
         micro_batch=4,
         accumulation=1,
         checkpointing=True,

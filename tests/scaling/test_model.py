@@ -14,8 +14,9 @@ from hpczero.errors import ConfigError
 from hpczero.models.config import PRESETS, GPTConfig, flops_per_token
 from hpczero.predict.job import Job
 from hpczero.predict.machine import FOLDER, Machine, Roofline, load_machine, machine_names
-from hpczero.predict.model import largest_micro_batch, predict
+from hpczero.predict.model import predict
 from hpczero.predict.network import Network
+from scaling.predict.fits import fit_of, largest_micro_batch, needed_nbytes
 from scaling.predict.paper import (
     ANCHOR_TFLOPS,
     FIGURE_2,
@@ -24,6 +25,7 @@ from scaling.predict.paper import (
     activation_nbytes,
     calibrated,
     compare,
+    ideal_activation_numel,
     largest_batch,
     state_nbytes,
 )
@@ -52,7 +54,7 @@ ROUND = Machine(
 def job(**changes: object) -> Job:
     values: dict[str, object] = {"model": SMALL, "machine": ROUND, "ranks": 8, "stage": 3}
     values |= {"precision": "fp32", "micro_batch": 4, **changes}
-    return Job(**values)  # type: ignore[arg-type]
+    return Job.plain(**values)  # type: ignore[arg-type]
 
 
 # --- collectives
@@ -63,11 +65,11 @@ def test_an_all_gather_is_pairwise_between_nodes_then_one_inside(nodes: int, ste
     shard = 2**20  # travels longer than a latency, which the next step hides
     inside = 3 * (1e-6 + nodes * shard / 1e11)
     rail = 1e-5 + (nodes - 1) * shard / 1e10
-    assert Network(job(ranks=4 * nodes)).gather_s(shard) == pytest.approx(rail + inside)
+    assert Network(job(ranks=4 * nodes)).gather(shard).seconds == pytest.approx(rail + inside)
     # with two steps under way at a time, and nothing to send, there is a latency for each two steps
     inside = 3 * (1e-6 + nodes * 4 / 1e11)
     rail = -(-steps // 2) * 1e-5
-    assert Network(job(ranks=4 * nodes)).gather_s(4) == pytest.approx(rail + inside, rel=1e-3)
+    assert Network(job(ranks=4 * nodes)).gather(4).seconds == pytest.approx(rail + inside, rel=1e-3)
 
 
 def test_no_collective_beats_the_bound_of_the_network() -> None:
@@ -75,13 +77,13 @@ def test_no_collective_beats_the_bound_of_the_network() -> None:
     for nodes, transport in itertools.product((2, 5, 16), ("flat", "hierarchical", "window")):
         network, shard = Network(job(ranks=4 * nodes, transport=transport)), 2**22
         bound = (nodes - 1) * 4 * shard / (4 * 1e10)
-        assert network.gather_s(shard) >= bound
-        assert network.reduce_s(shard // 4) >= bound
+        assert network.gather(shard).seconds >= bound
+        assert network.reduce(shard // 4).seconds >= bound
 
 
 def test_one_rank_has_nothing_to_exchange() -> None:
     network = Network(job(ranks=1))
-    assert network.gather_s(2**20) == 0.0
+    assert network.gather(2**20).seconds == 0.0
     found = predict(job(ranks=1, stage=0))
     assert found.communication_s < 0.01 * found.step_s
 
@@ -168,22 +170,22 @@ def test_flops_and_efficiency_follow_from_the_step() -> None:
 
 def test_the_largest_micro_batch_is_the_plans() -> None:
     machine = dataclasses.replace(load_machine("dgx-a100"), reserved=0.0)
-    case = Job(PRESETS["gpt-8b"], machine, 64, 3, "bf16", 1)
+    case = Job.plain(PRESETS["gpt-8b"], machine, 64, 3, "bf16", 1)
     most, checkpointed = largest_micro_batch(case)
     assert not checkpointed
     fits = [
-        dataclasses.replace(case, micro_batch=batch).fit.needed_nbytes <= machine.memory
+        fit_of(dataclasses.replace(case, micro_batch=batch)).needed_nbytes <= machine.memory
         for batch in (most, most + 1)
     ]
     assert fits[0]
-    assert case.fit.micro_batch == most  # at most + 1 the plan would checkpoint
+    assert fit_of(case).micro_batch == most  # at most + 1 the plan would checkpoint
 
 
 def test_a_hundred_thousand_ranks_take_seconds() -> None:
     begin = time.perf_counter()
     machine = load_machine("dgx-h100")
     for ranks in (8_192, 32_768, 100_000):
-        case = Job(PRESETS["gpt-170b"], machine, ranks, 3, "bf16", 1)
+        case = Job.plain(PRESETS["gpt-170b"], machine, ranks, 3, "bf16", 1)
         assert largest_micro_batch(case)[0] >= 1
         assert 0 < predict(case).mfu < machine.matmul_efficiency
     assert time.perf_counter() - begin < 10
@@ -195,10 +197,10 @@ def test_ranks_must_fill_nodes() -> None:
 
 
 def test_activations_that_are_checkpointed_by_force_count_as_such() -> None:
-    case = Job(PRESETS["gpt-8b"], load_machine("dgx-a100"), 64, 3, "bf16", 1)
+    case = Job.plain(PRESETS["gpt-8b"], load_machine("dgx-a100"), 64, 3, "bf16", 1)
     forced = dataclasses.replace(case, checkpointing=True)
-    assert case.needed_nbytes == case.fit.needed_nbytes
-    assert forced.needed_nbytes < case.needed_nbytes
+    assert needed_nbytes(case) == fit_of(case).needed_nbytes
+    assert needed_nbytes(forced) < needed_nbytes(case)
 
 
 # --- machine files
@@ -269,6 +271,17 @@ def test_states_and_activations_are_the_papers() -> None:
     assert activation_nbytes(hundred, 32) == pytest.approx(67.1e9 / 16 + live, rel=1e-3)
 
 
+def test_ideal_activations_of_the_papers_examples() -> None:
+    gpt2 = {"hidden": 1600, "layers": 48, "sequence": 1024, "batch": 32}
+    plain = ideal_activation_numel(**gpt2, checkpointing=False)
+    checkpointed = ideal_activation_numel(**gpt2, checkpointing=True)
+    assert 2 * plain / 1e9 == pytest.approx(60.4, abs=0.05)  # "about 60 GB"
+    assert 2 * checkpointed / 1e9 == pytest.approx(5.03 + 1.26, abs=0.01)
+    large = {"hidden": 8192, "layers": 125, "sequence": 1024, "batch": 32}
+    inputs = ideal_activation_numel(**large, checkpointing=True) - 12 * 8192 * 32 * 1024
+    assert inputs / 1e9 == pytest.approx(33.55, abs=0.01)
+
+
 def test_the_speed_up_from_64_to_400_gpus_is_super_linear() -> None:
     found = list(compare(FIGURE_3))
     assert found[-1].prediction.tflops == pytest.approx(ANCHOR_TFLOPS, rel=1e-6)  # calibrated here
@@ -284,7 +297,7 @@ def test_the_speed_up_from_64_to_400_gpus_is_super_linear() -> None:
 def test_without_a_larger_batch_the_speed_up_is_not_super_linear() -> None:
     machine, first = calibrated(), FIGURE_3[0]
     speeds = [
-        predict(dataclasses.replace(run, batch=first.batch).job(machine)).tflops for run in FIGURE_3
+        dataclasses.replace(run, batch=first.batch).predicted(machine).tflops for run in FIGURE_3
     ]
     assert speeds == sorted(speeds, reverse=True)
 

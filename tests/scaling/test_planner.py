@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.models.config import parameter_shapes
+from hpczero.job.mesh import Mesh
 from hpczero.plan.offload import MIB, Offload
-from hpczero.plan.peak import ModelSizes, PlannedRun
+from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import Freedom, candidates
 from hpczero.planner.search import foretell_on, search
 from hpczero.predict.machine import load_machine
@@ -96,13 +96,12 @@ def test_settings_that_a_cut_run_has_measured_whole_are_kept(
 def test_choice_runner_up_and_distinct_kinds_are_trained_and_nothing_far_slower() -> None:
     model = Setting(12, 512, 128, 2).model
     run = PlannedRun(
-        network=ModelSizes(model, tuple(parameter_shapes(model))),
-        ranks=2,
-        local_size=2,
+        model,
+        Mesh(shard=2),
+        ranks_per_node=2,
         transport="window",
         stage=3,
         precision="fp32",
-        sequence=128,
         micro_batch=2,
         accumulation=1,
         checkpointing=False,
@@ -112,7 +111,7 @@ def test_choice_runner_up_and_distinct_kinds_are_trained_and_nothing_far_slower(
     freedom = Freedom(media=["disk"], rests=["disk"], folder="/scratch")
     least = min(one.most for one in candidates(run, freedom))
     limit = least + 0.3 * (run.most - least)
-    choice = search(run, freedom, foretell_on(model, sheet), fits=lambda one: one.most <= limit)
+    choice = search(run, freedom, foretell_on(sheet), fits=lambda one: one.most <= limit)
     assert choice.best is not None
     assert choice.runner_up is not None
     found = picked(choice, 6, random.Random(0))

@@ -18,8 +18,8 @@ SMALL = GPTConfig(vocab_size=4096, context=256, layers=4, hidden=512, heads=8)
 
 def before(ranks: int, **changes: object) -> float:
     machine = dataclasses.replace(load_machine("dgx-h100"), **changes)  # type: ignore[arg-type]
-    job = Job(SMALL, machine, ranks, 3, "bf16", 1, transport="ipc", overlap=False)
-    return predict(job, network=NetworkBefore(job)).communication_s
+    job = Job.plain(SMALL, machine, ranks, 3, "bf16", 1, transport="ipc", overlap=False)
+    return predict(job, network=NetworkBefore).communication_s
 
 
 @pytest.mark.parametrize(("nodes", "of_a_gather"), [(2, 1), (3, 2), (8, 3), (50, 49)])

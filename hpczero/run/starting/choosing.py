@@ -131,7 +131,7 @@ def choose_here(
     choice = search(
         base,
         free,
-        foretell_on(model, machine, measured),
+        foretell_on(machine, measured),
         fits=lambda run: room.holds(run, topology.local_size) and fits_here(run),
         balance=balance_on(base, machine, measured),
         agree=agree,

@@ -21,7 +21,7 @@ from hpczero.job.launch import warn_of_shared_devices
 from hpczero.options.config import RunConfig
 from hpczero.plan.degrees import rank_map
 from hpczero.plan.offloaded import OffloadedPlan
-from hpczero.plan.peak import PartRun, PlannedRun
+from hpczero.plan.peak import PlannedRun
 from hpczero.plan.sent import sent_by
 from hpczero.plan.sizing import Batch
 from hpczero.run.results.folder import RunFolder
@@ -80,7 +80,7 @@ def tell_header(
     """
     topology = sharding.topology
     log.info("%s", topology.describe())
-    part = run if isinstance(run, PartRun) else None
+    part = run if run is not None and run.layout else None
     for line in describe_layout(part) if part else []:
         log.info("%s", line)
     deterministic = ", deterministic operations alone" if config.parallel.deterministic else ""
@@ -99,19 +99,20 @@ def tell_header(
     log.info("%s", describe_run(config, batch, adapter.context, topology.data, unit=adapter.unit))
 
 
-def describe_layout(part: PartRun) -> list[str]:
+def describe_layout(part: PlannedRun) -> list[str]:
     """Lines about which rank shares what, and about the order of a pipeline, for the run header."""
-    spread = part.spread
-    lines = rank_map(spread.mesh, spread.ranks_per_node)
-    if spread.mesh.pipeline > 1:
+    lines = rank_map(part.mesh, part.ranks_per_node)
+    if part.mesh.pipeline > 1:
         lines.append(
-            f"pipeline: {spread.schedule}, {part.accumulation} micro batches over {spread.mesh.pipeline} stages: idle "
+            f"pipeline: {part.schedule}, {part.accumulation} micro batches over {part.mesh.pipeline} stages: idle "
             f"for {float(part.bubble):.0%} of the time that it works"
         )
     return lines
 
 
-def describe_plan(sharding: Sharding, config: RunConfig, part: PartRun | None = None) -> list[str]:
+def describe_plan(
+    sharding: Sharding, config: RunConfig, part: PlannedRun | None = None
+) -> list[str]:
     """Lines about what is sharded, and where it rests, for the run header; ``part``: of a model that is divided."""
     offloaded = OffloadedPlan(sharding.plan, offload_of(config.offload))
     footprint = sharding.collectives.footprint
@@ -134,9 +135,9 @@ def describe_plan(sharding: Sharding, config: RunConfig, part: PartRun | None = 
     return lines
 
 
-def describe_sent(part: PartRun) -> str:
+def describe_sent(part: PlannedRun) -> str:
     """The line about what a rank sends, by what it is for."""
-    sent = sent_by(part.counted, part.place)
+    sent = sent_by(part, part.place)
     shown = (
         ("shards", sent.shards),
         ("replicas", sent.replicas),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,16 +20,16 @@ from hpczero.accelerator import Accelerator
 from hpczero.comm.uneven import carriers_of
 from hpczero.errors import ConfigError, OutOfMemory, is_out_of_memory
 from hpczero.job.limits import ProcessMemory, Room, rooms, usage
+from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
-from hpczero.models import PRESETS, GPTConfig, parameter_count, parameter_shapes
-from hpczero.options.config import LayoutOptions, RunConfig
+from hpczero.models import PRESETS, GPTConfig, parameter_count
+from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
 from hpczero.plan.alternatives import alternatives, command_line, on_these_ranks
 from hpczero.plan.footprint import fastest_transport
-from hpczero.plan.peak import ModelSizes, PartRun, PlannedRun
+from hpczero.plan.peak import PlannedRun
 from hpczero.plan.plan import Stage
 from hpczero.plan.sizing import Batch
-from hpczero.plan.spread import Spread
 from hpczero.run.starting.precheck import activations_of, offload_of
 
 
@@ -62,14 +61,13 @@ def run_of(
             rectangular=topology.shard.is_rectangular,
         )
     run = PlannedRun(
-        network=ModelSizes(model, tuple(parameter_shapes(model))),
-        ranks=topology.size,
-        local_size=topology.local_size,
+        model,
+        Mesh(shard=topology.size),
+        topology.local_size,
         transport=transport,
         stage=config.parallel.stage,
         precision=config.parallel.precision,
         reduce=config.parallel.reduce,
-        sequence=model.context,
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
         checkpointing=model.checkpoint_activations or kept.checkpointing != "none",
@@ -81,26 +79,21 @@ def run_of(
         on_device=not is_host,
     )
     kept.check_saves(inputs=model.layers, input_nbytes=run.input_nbytes)
-    return run if topology.mesh.shard == topology.size else _part_of(run, config.parallel, topology)
-
-
-def _part_of(run: PlannedRun, layout: LayoutOptions, topology: Topology) -> PartRun:
-    """The run as this rank sees it, which has a part of the model, or one of several copies of everything."""
-    model, mesh = run.network.model, topology.mesh
-    assert isinstance(model, GPTConfig), "made by run_of"
-    spread = Spread(
-        model,
-        mesh,
-        topology.local_size,
+    mesh, layout = topology.mesh, config.parallel
+    if mesh.shard == topology.size:
+        return run
+    stages = [mesh.coordinates(rank)[0] for rank in topology.world.nodes[topology.node_index]]
+    return dataclasses.replace(  # a part of the model, or one of several copies of everything
+        run,
+        mesh=mesh,
         sequence_parallel=layout.sequence,
         secondary=layout.secondary and run.stage == 3,
         schedule=layout.order,
         interleave=layout.interleave,
+        layout=layout,
+        place=topology.pipeline.rank,
+        near=tuple(stages),
     )
-    stages = [mesh.coordinates(rank)[0] for rank in topology.world.nodes[topology.node_index]]
-    fields = {each.name: getattr(run, each.name) for each in dataclasses.fields(run)}
-    place = topology.pipeline.rank
-    return PartRun(**fields, layout=layout, spread=spread, place=place, near=tuple(stages))
 
 
 logger = logging.getLogger("hpczero.room")
@@ -144,7 +137,7 @@ class Bound:
 
     def _held(self, run: PlannedRun) -> Sequence[PlannedRun]:
         """One run for each of the members, where they hold different parts; else the one of all."""
-        if self.members == 1 or not isinstance(run, PartRun):
+        if self.members == 1 or run.layout is None:
             return (run,)
         return [dataclasses.replace(run, place=place) for place in run.near]
 
@@ -343,7 +336,6 @@ def refusal(
 ) -> str:
     """One paragraph: what is needed, what there is, which limit binds, what would fit."""
     there, needed = bound.free(strictly=False), bound.least(run)
-    numel = sum(math.prod(shape) for _, shape in run.network.shapes)
     states = run.memory.states + run.accumulated
     by = "states" if states > run.activations else "activations"
     where = f"{run.ranks} rank{'s' * (run.ranks > 1)}"
@@ -354,9 +346,9 @@ def refusal(
         if by == "states"
         else "train.micro_batch, model.context"
     )
-    fitting = "" if isinstance(run, PartRun) else what_fits(run, bounds)
+    fitting = "" if run.layout else what_fits(run, bounds)
     remedy = f"; {fitting} would fit" if fitting else ""
-    if isinstance(run, PartRun):
+    if run.layout:
         degrees = ", ".join(run.layout.changed)
         where += f" ({degrees})"
         remedy = (
@@ -368,7 +360,7 @@ def refusal(
         choose = f"{smaller} would fit" if smaller else "choose a smaller model"
         remedy = f"; no stage, micro-batch or number of such nodes makes it fit; {choose}"
     return (
-        f"{options}: {title} ({numel:,} parameters) at stage {run.stage} on {where} with micro-batch "
+        f"{options}: {title} ({run.whole_numel:,} parameters) at stage {run.stage} on {where} with micro-batch "
         f"{run.micro_batch} needs {_gb(needed)} {_whose(bound)}, which has {_gb(there)} ({bound.room.name}{taken})"
         f"{remedy}. Most of it are {by}: each rank needs {_gb(run.memory.states)} for parameters, gradients and "
         f"optimizer state, {_gb(run.memory.unsharded + run.memory.exchange + run.accumulated)} for buffers, "
@@ -396,7 +388,7 @@ def cannot_gather(run: PlannedRun, bound: Bound) -> bool:
 
 def smaller_model(run: PlannedRun, bounds: list[Bound], overridden: Sequence[str]) -> str:
     """The largest preset that fits on the same ranks, in words; empty if none does."""
-    vocab_size, most = run.network.model.vocab_size, run.plan.numel
+    vocab_size, most = run.model.vocab_size, run.plan.numel
     models = {
         name: dataclasses.replace(preset, vocab_size=vocab_size) for name, preset in PRESETS.items()
     }
@@ -404,8 +396,7 @@ def smaller_model(run: PlannedRun, bounds: list[Bound], overridden: Sequence[str
         model = models[name]
         if parameter_count(model) >= most:
             continue
-        network = ModelSizes(model, tuple(parameter_shapes(model)))
-        other = dataclasses.replace(run, network=network, sequence=model.context)
+        other = dataclasses.replace(run, model=model, sequence=0)
         hit = on_these_ranks(other, lambda other: is_roomy(other, run, bounds))
         if hit is not None:
             how = f" with {hit.words}" if hit.words else ""
@@ -418,7 +409,7 @@ def smaller_model(run: PlannedRun, bounds: list[Bound], overridden: Sequence[str
 
 def is_roomy(other: PlannedRun, run: PlannedRun, bounds: list[Bound]) -> bool:
     """Whether a high estimate of ``other`` is within the bounds that were found for ``run``."""
-    grown = other.local_size / run.local_size
+    grown = other.ranks_per_node / run.ranks_per_node
     return all(
         bound.most(other, members=round(bound.members * grown) if bound.room.scope else 1)
         <= bound.free(strictly=True)
