@@ -29,7 +29,7 @@ from hpczero.checkpoint.disk.format import BUFFERS, MASTER, NAMED
 from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign.exporting import of_newest
 from hpczero.checkpoint.foreign.safe_file import DTYPES as SIZES
-from hpczero.checkpoint.foreign.safe_file import WeightsWriter, write_json
+from hpczero.checkpoint.foreign.safe_file import WeightsWriter, divided, write_index
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError
 from hpczero.files.durable import Hidden, is_free
@@ -67,7 +67,10 @@ class FolderWriter:
             raise ConfigError(f"{folder}: cannot be looked at: {reason(error)}") from error
         self._hidden = Hidden(self._folder)
         self._tensors = dict(tensors)
-        self._parts = _divided(self._tensors, shard_nbytes)
+        self._sizes = {key: tensor.nbytes for key, tensor in self._tensors.items()}
+        self._parts = divided(self._sizes, shard_nbytes)
+        if len(self._parts) == 1:
+            self._parts = {SINGLE: list(self._tensors)}
         self._stack = ExitStack()
         self._homes: dict[str, WeightsWriter] = {}
         self._writers: list[WeightsWriter] = []
@@ -94,7 +97,7 @@ class FolderWriter:
         try:
             beside(self._hidden.path)
             if len(self._parts) > 1:
-                self._write_index()
+                write_index(self._hidden.path, self._parts, self._sizes)
             self._hidden.commit()
         except OSError as error:
             raise self._not_written(error) from error
@@ -132,31 +135,6 @@ class FolderWriter:
         return CheckpointNotWritten(
             f"{self._folder}: cannot be written ({os.strerror(error.errno or 0)}); check path, space and permissions"
         )
-
-    def _write_index(self) -> None:
-        total = sum(tensor.nbytes for tensor in self._tensors.values())
-        places = {key: name for name, part in self._parts.items() for key in part}
-        content = {
-            "metadata": {"total_size": total},
-            "weight_map": {key: places[key] for key in self._tensors},
-        }
-        write_json(self._hidden.path / INDEX, content)
-
-
-def _divided(tensors: Mapping[str, Tensor], most: int) -> dict[str, list[str]]:
-    """Keys by file, in order."""
-    parts: list[list[str]] = [[]]
-    room = most
-    for key, tensor in tensors.items():
-        if parts[-1] and tensor.nbytes > room:
-            parts.append([])
-            room = most
-        parts[-1].append(key)
-        room -= tensor.nbytes
-    if len(parts) == 1:
-        return {SINGLE: parts[0]}
-    count = len(parts)
-    return {f"model-{n:05d}-of-{count:05d}.safetensors": part for n, part in enumerate(parts, 1)}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,7 @@
-"""Weights out of a checkpoint, for other programs: safetensors files or one torch file.
-
-Owns: which tensors are exported, under which names, in which dtype, and that the target appears whole or not at all.
-Must not know: MPI, HDF5; torch only where a torch file is written. One process.
-
-    slabs, each held against its digest -> pieces of tensors, cast -> files under a hidden name -> fsync -> rename
+"""Weights out of a checkpoint, for other programs: safetensors files or one torch file. One process, without MPI.
 
 Parameters are exported from their fp32 masters, in the dtype that is asked for. Persistent buffers keep their dtype.
+torch is imported only where a torch file is written.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -69,17 +65,11 @@ class WeightsForm:
     heads: int | None = None
 
     def __post_init__(self) -> None:
-        choices = {
-            "format": ("safetensors", "torch"),
-            "dtype": tuple(TORCH_NAMES),
-            "layout": ("hpczero", "gpt2", "transformers"),
-        }
-        for name, values in choices.items():
-            if getattr(self, name) not in values:
-                expected = ", ".join(values)
-                raise ConfigError(
-                    f"{name}: got {getattr(self, name)!r}, expected one of {expected}"
-                )
+        hints = get_type_hints(type(self))
+        for name in ("format", "dtype", "layout"):
+            value, values = getattr(self, name), get_args(hints[name])
+            if value not in values:
+                raise ConfigError(f"{name}: got {value!r}, expected one of {', '.join(values)}")
         if self.shard_mib < 1:
             raise ConfigError(f"shard_mib: got {self.shard_mib}, expected at least 1")
         if self.layout != "hpczero" and self.format != "safetensors":
@@ -138,12 +128,9 @@ def export(path: Path, out: Path, form: WeightsForm | None = None) -> Exported:
 
 
 def of_newest(path: Path, candidates: Sequence[Path], use: Callable[[Stored], T]) -> T:
-    """What ``use`` makes of the newest sound checkpoint. Not collective.
+    """What ``use`` makes of the newest sound checkpoint of ``candidates``, newest first. Not collective.
 
-    Args:
-        path: as it was given.
-        candidates: the checkpoints that it means, newest first.
-        use: reads one; it raises CorruptCheckpoint where that is not sound, and leaves nothing then.
+    ``use`` raises CorruptCheckpoint where a checkpoint is not sound, and leaves nothing then.
 
     Raises:
         CorruptCheckpoint: none is sound; the message says what is wrong with the newest.
@@ -169,8 +156,8 @@ def of_newest(path: Path, candidates: Sequence[Path], use: Callable[[Stored], T]
 
 def _write(stored: Stored, out: Path, form: WeightsForm) -> Exported:
     names = _Names(stored, form)
-    entries = [*_parameters(stored, form, names), *_buffers(stored)]
-    nbytes = sum(entry.nbytes for entry in entries)
+    entries = dict([*_parameters(stored, form, names), *_buffers(stored)])
+    nbytes = sum(entry.nbytes for entry in entries.values())
     try:
         with Hidden(out) as hidden:
             _check_room(out.parent, nbytes)
@@ -207,14 +194,7 @@ def _check_room(folder: Path, nbytes: int) -> None:
 
 
 class _Names:
-    """Names of the tensors, and what is said beside their values.
-
-    Attributes:
-        tied: further names of parameters, each with the name its tensor has.
-        config: content of config.json, for a layout of transformers.
-        rotary: whether that is GPT-NeoX.
-        heads: of attention, where it is; else 0.
-    """
+    """Names of the tensors, further names of tied parameters, and what is said beside the values."""
 
     def __init__(self, stored: Stored, form: WeightsForm) -> None:
         """Raises ConfigError where the checkpoint does not fit the layout."""
@@ -260,26 +240,28 @@ class _Names:
 # --- tensors -------------------------------------------------------------------------------------------------------
 
 
-def _parameters(stored: Stored, form: WeightsForm, names: _Names) -> Iterator[TensorEntry]:
+Named = tuple[str, TensorEntry]
+
+
+def _parameters(stored: Stored, form: WeightsForm, names: _Names) -> Iterator[Named]:
     dtype = TORCH_NAMES[form.dtype]
     for row in stored.manifest.table.owners:
+        name, shape = row.name, row.shape
         pieces = partial(_cast_row, stored, row, form.dtype)
-        if form.layout == "hpczero":
-            yield TensorEntry(row.name, dtype, row.shape, pieces)
-        elif names.rotary:
-            groups = gpt2.grouped(row.name, row.shape, names.heads)
+        if names.rotary:
+            name = gpt2.neox_name(row.name)
+            groups = gpt2.grouped(row.name, shape, names.heads)
             if groups is not None:
                 pieces = partial(_turned, pieces, groups)
-            yield TensorEntry(gpt2.neox_name(row.name), dtype, row.shape, pieces)
-        elif gpt2.is_transposed(row.name):
-            out, into = row.shape
-            turned = partial(_turned, pieces, row.shape)
-            yield TensorEntry(gpt2.their_name(row.name), dtype, (into, out), turned)
-        else:
-            yield TensorEntry(gpt2.their_name(row.name), dtype, row.shape, pieces)
+        elif form.layout != "hpczero":
+            name = gpt2.their_name(row.name)
+            if gpt2.is_transposed(row.name):
+                pieces = partial(_turned, pieces, shape)
+                shape = shape[::-1]
+        yield name, TensorEntry(dtype, shape, pieces)
 
 
-def _buffers(stored: Stored) -> Iterator[TensorEntry]:
+def _buffers(stored: Stored) -> Iterator[Named]:
     """Persistent buffers. One that modules share comes once; the checkpoint does not keep its further names."""
     begin = 0
     for name, dtype, shape in stored.manifest.meta["buffers"]:
@@ -289,7 +271,7 @@ def _buffers(stored: Stored) -> Iterator[TensorEntry]:
                 "cannot be exported"
             )
         end = begin + prod(shape) * DTYPES[dtype][1]
-        yield TensorEntry(name, dtype, tuple(shape), partial(stored.read, BUFFERS, begin, end))
+        yield name, TensorEntry(dtype, tuple(shape), partial(stored.read, BUFFERS, begin, end))
         begin = end
 
 
@@ -300,18 +282,10 @@ def _cast_row(stored: Stored, row: Row, dtype: str) -> Iterator[Array]:
 
 
 def cast(values: Array, dtype: str, name: str) -> Array:
-    """Round fp32 values to the nearest of ``dtype``, ties to even.
-
-    Args:
-        values: (n,) fp32.
-        dtype: fp32, bf16 or fp16.
-        name: of the parameter.
-
-    Returns:
-        (n,) of the dtype; bf16 as its bits.
+    """Round (n,) fp32 values to the nearest of ``dtype``, ties to even; bf16 are returned as their bits.
 
     Raises:
-        ConfigError: a finite value would become infinite.
+        ConfigError: a finite value would become infinite; the message has the parameter's name.
     """
     if dtype == "fp32":
         return values
@@ -354,14 +328,14 @@ def _turned(pieces: Any, shape: tuple[int, ...]) -> Iterator[Array]:
 # --- one torch file ------------------------------------------------------------------------------------------------
 
 
-def _write_torch(path: Path, entries: list[TensorEntry], tied: dict[str, str]) -> None:
+def _write_torch(path: Path, entries: dict[str, TensorEntry], tied: dict[str, str]) -> None:
     """Write a plain dictionary of tensors, as ``state_dict`` makes it.
 
     Every name is there; tied ones have the same tensor.
     """
     import torch  # not at the top: the other exports do without
 
-    state = {entry.name: _tensor(entry, getattr(torch, entry.dtype)) for entry in entries}
+    state = {name: _tensor(entry, getattr(torch, entry.dtype)) for name, entry in entries.items()}
     state |= {alias: state[name] for alias, name in tied.items()}
     with path.open("xb") as file:
         torch.save(state, file)
