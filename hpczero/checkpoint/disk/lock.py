@@ -1,15 +1,19 @@
 """One job at a time writes checkpoints into a folder.
 
-Owns: the lock files, and which of them no longer count. Must not know: checkpoints. HDF5 and MPI-IO protect nothing: a
-second writer truncates the file of the first.
+HDF5 and MPI-IO protect nothing: a second writer truncates the file of the first.
 
 [Note: Publish, then look]
-Every process that wants the folder first makes a file of its own, ``.lock-<token>``, and then looks at all others. Of
-two processes the one that looked last has seen the other, so they cannot both go on. No process removes, renames or
-replaces a file that may have become another's meanwhile; a single lock file, left behind by a dead job, would need
-that. A file has one of two states: its process asks, or it holds. A process that sees a holder gives up. A process that
-sees another one ask waits for it if its own token is smaller, and makes way otherwise. Of several that ask, one
-therefore gets the folder.
+Every process that wants the folder first makes a lock file of its own, ``.lock-<token>``, and then looks at all others.
+Of two processes the one that looked last has seen the other, so they cannot both go on. No process changes a file that
+may have become another's meanwhile; a single lock file, left behind by a dead job, would need that. A lock file says
+whether its process asks or holds. A process that sees a holder gives up. Of processes that ask, the smallest token goes
+first, and the others make way.
+
+[Note: Alive]
+A process number means something only to the kernel that gave it, in the namespace where it was given. Hosts, and
+containers on one host, may share a name and a folder. A lock file therefore says which boot and which namespace its
+process belongs to. If both are ours, the process table decides at once. Otherwise the file's age decides: a holder
+touches its file every 15 s.
 """
 
 from __future__ import annotations
@@ -29,37 +33,37 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hpczero.errors import CheckpointBusy, CheckpointNotWritten
 from hpczero.files.regular import read_bytes
 from hpczero.options.environment import Environment
 
-# Which processes ask for a folder of checkpoints or hold it, and whether they are alive.
-#
-# [Note: Alive]
-# A process number means something only to the kernel that gave it, in the namespace where it was given. Hosts, and
-# containers on one host, may share a name and a folder. A file therefore says which boot and which namespace its
-# process belongs to. If both are ours, the process table decides at once. Otherwise the file's age decides: a holder
-# touches it every 15 s.
+logger = logging.getLogger("hpczero.checkpoint")
 
 DEAD_S = 120.0  # without a beat
+BEAT_S = 15.0
+ASKING_S = 10.0  # how long another may ask without holding; it takes a few calls of the file system
+LOOK_S = 0.02
+PAUSE_S = 1.0  # between two looks at a holder who may be dead
+TRIES = 3  # a folder that another has made for its lock goes with that lock
 CLAIM_NBYTES = 4096  # more than any claim has
 GONE = frozenset({errno.ENOENT, errno.ESTALE})  # the second is how a file server says it
 
+_NAME = re.compile(r"\.lock-([0-9a-f]{16})")
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the host sleeps
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one lock file says, and when it was last touched: in seconds since the epoch, and seconds ago."""
+    """What one lock file says, and when its process last showed life: in seconds since the epoch, and seconds ago."""
 
     token: str
     path: Path
     said: dict[str, Any]
-    beat: float  # its last sign of life
-    age_s: float  # since then
+    beat: float
+    age_s: float
 
     @property
     def holds(self) -> bool:
@@ -74,12 +78,8 @@ class Claim:
         return f"{f'job {job}, ' if job else ''}process {pid} on {host} ({where})"
 
 
-def said_by(path: Path) -> dict[str, Any]:
-    """What a lock file says; nothing, if it is no claim or cannot be read.
-
-    Raises:
-        OSError: the file is gone; its errno is in ``GONE``.
-    """
+def _said_by(path: Path) -> dict[str, Any]:
+    """What a lock file says; nothing, if it is no claim or cannot be read."""
     try:
         said = json.loads(read_bytes(path, CLAIM_NBYTES))
     except (OSError, ValueError, RecursionError) as error:
@@ -89,18 +89,14 @@ def said_by(path: Path) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def is_copy(said: Mapping[str, Any], folder: Path, inode: int) -> bool:
-    """Whether a lock file with this inode was copied into ``folder`` with another folder's content.
-
-    Either alone tells nothing: a folder may be renamed, or have other paths, and on some file systems a file has
-    another inode on every host.
-    """
+def _is_copy(said: Mapping[str, Any], folder: Path, inode: int) -> bool:
+    """Whether a lock file with this inode came into ``folder`` by a copy of another folder."""
+    # Either alone tells nothing: a folder may be renamed, and some file systems give other inodes on every host.
     known = isinstance(said.get("inode"), int) and isinstance(said.get("folder"), str)
-    return known and said["inode"] != inode and said["folder"] != folder_id(folder)
+    return known and said["inode"] != inode and said["folder"] != _folder_id(folder)
 
 
-def folder_id(folder: Path) -> str:
-    """A text that is equal for equal paths, links followed."""
+def _folder_id(folder: Path) -> str:
     return hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
 
 
@@ -110,7 +106,7 @@ def lives(claim: Claim) -> bool:
     mine = Environment.read()
     if mine.job and said.get("job") == mine.job and _before(said.get("restart"), mine.restart):
         return False  # this very job, before it was requeued
-    runs = by_process_table(said)
+    runs = _by_process_table(said)
     return claim.age_s < DEAD_S if runs is None else runs
 
 
@@ -120,7 +116,7 @@ def _before(restart: object, ours: str) -> bool:
     return int(restart) < int(ours)
 
 
-def own_place() -> dict[str, str]:
+def _own_place() -> dict[str, str]:
     """Boot and namespace in which our process number means something; unknown without a namespace."""
     boot = namespace = ""
     with contextlib.suppress(OSError):
@@ -131,9 +127,9 @@ def own_place() -> dict[str, str]:
     return {"host": socket.gethostname(), "boot": boot, "namespace": namespace if boot else ""}
 
 
-def by_process_table(said: Mapping[str, Any]) -> bool | None:
+def _by_process_table(said: Mapping[str, Any]) -> bool | None:
     """Whether the process of a claim runs, by this kernel's process table; None if the table does not tell."""
-    place = own_place()
+    place = _own_place()
     if not place["namespace"] or any(said.get(key) != value for key, value in place.items()):
         return None
     pid, started = said.get("pid"), said.get("started")
@@ -145,33 +141,18 @@ def by_process_table(said: Mapping[str, Any]) -> bool | None:
         return False
     except PermissionError:
         pass
-    found = started_at(pid)
+    found = _started_at(pid)
     return found == started if found else None  # hidden from us: somebody else's
 
 
-def started_at(pid: int) -> str:
-    """When a process of this host began, in the kernel's ticks; empty if it is not running. Numbers are used again.
-
-    A process that has ended, but whose parent has not noticed yet, is not running.
-    """
+def _started_at(pid: int) -> str:
+    """When a process of this host began, in the kernel's ticks; empty if it is not running."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     fields = text.rpartition(")")[2].split()
-    return "ended" if fields[0] in "ZX" else fields[19]
-
-
-logger = logging.getLogger("hpczero.checkpoint")
-
-BEAT_S = 15.0
-ASKING_S = 10.0  # how long another may ask without holding; it takes a few calls of the file system
-LOOK_S = 0.02
-PAUSE_S = 1.0  # between two looks at a holder who may be dead
-TRIES = 3  # a folder that another has made for its lock goes with that lock
-
-_NAME = re.compile(r"\.lock-([0-9a-f]{16})")
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the host sleeps
+    return "ended" if fields[0] in "ZX" else fields[19]  # ended, and its parent has not noticed
 
 
 def is_claimed(folder: Path) -> bool:
@@ -197,7 +178,6 @@ class Lock:
         self._silence_s = 0.0  # the longest between two beats
         self._stays = self._asked = False  # to stay; meanwhile, to be released
         self._guard = threading.Lock()
-        self._holder: Claim | None = None  # who was in the way at the last attempt
 
     @property
     def path(self) -> Path:
@@ -223,54 +203,49 @@ class Lock:
         deadline = time.monotonic() + patience_s
         first: Claim | None = None
         try:
-            while True:
-                try:
-                    self._acquire()
-                    break
-                except CheckpointBusy:
-                    holder = self._holder
-                    assert holder is not None, "whoever refuses says who"
-                    beats = first is not None and (holder.token, holder.beat) != (
-                        first.token,
-                        first.beat,
+            while (holder := self._attempt()) is not None:
+                beats = first is not None and (
+                    (holder.token, holder.beat) != (first.token, first.beat)
+                )
+                known = _by_process_table(holder.said) is not None
+                if beats or known or time.monotonic() >= deadline:
+                    raise CheckpointBusy(
+                        f"{self._folder}: held by {holder}; two jobs must not write to one folder. Give this "
+                        "one another --run.name, or end that one; if it has ended, remove the file"
                     )
-                    if (
-                        beats
-                        or time.monotonic() >= deadline
-                        or by_process_table(holder.said) is not None
-                    ):
-                        raise
-                    if first is None:
-                        logger.warning(
-                            "%s: held by %s; waiting for up to %.0f s to see whether it lives",
-                            self._folder,
-                            holder,
-                            patience_s,
-                        )
-                    first = first or holder
-                    time.sleep(PAUSE_S)
-        except OSError as error:
+                if first is None:
+                    logger.warning(
+                        "%s: held by %s; waiting for up to %.0f s to see whether it lives",
+                        self._folder,
+                        holder,
+                        patience_s,
+                    )
+                first = first or holder
+                time.sleep(PAUSE_S)
+        except (OSError, CheckpointBusy) as error:
             self._unmake()
+            if isinstance(error, CheckpointBusy):
+                raise
             raise CheckpointNotWritten(
                 f"{self._folder}: cannot be written ({os.strerror(error.errno or 0)}); check the path, its permissions "
                 "and the quota"
             ) from error
-        except CheckpointBusy:
-            self._unmake()
-            raise
         self._stop.clear()
         self._beaten, self._silence_s = time.clock_gettime(_CLOCK), 0.0
         self._thread = threading.Thread(target=self._beat, name="hpczero-lock", daemon=True)
         self._thread.start()
 
-    def _acquire(self) -> None:
+    def _attempt(self) -> Claim | None:
         self._made += [p for p in (self._folder, *self._folder.parents) if not p.exists()]
         for last in range(TRIES):
             self._folder.mkdir(parents=True, exist_ok=True)
             try:
-                self._ask()
-                self._say("holds")
-                break
+                holder = self._ask()
+                if holder is None:
+                    self._say("holds")
+                    break
+                self.path.unlink(missing_ok=True)
+                return holder
             except BaseException as error:
                 self.path.unlink(missing_ok=True)
                 if not isinstance(error, FileNotFoundError) or last == TRIES - 1:
@@ -279,6 +254,7 @@ class Lock:
             for claim in self._others(living=False):
                 with contextlib.suppress(OSError):  # somebody else's, whom it does not help
                     claim.path.unlink()
+        return None
 
     def check(self) -> None:
         """See that the lock is still ours. A job that stood still for long is taken for dead by jobs on other hosts.
@@ -331,10 +307,7 @@ class Lock:
             self.release()
 
     def follow(self, folder: Path) -> None:
-        """After a rename of the folder: hold the lock in a new folder at the old path, and not in the renamed one.
-
-        Args:
-            folder: where the renamed folder is.
+        """Hold the lock in a new folder at the old path, after the folder was renamed to ``folder``.
 
         Raises:
             CheckpointBusy: another job was faster.
@@ -358,31 +331,17 @@ class Lock:
         self.acquire()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _ask(self) -> None:
-        """Return when our file is visible, and no other process asks or holds ([Note: Publish, then look]).
-
-        Raises:
-            CheckpointBusy: another process holds the folder, or does not stop to ask.
-            FileNotFoundError: the folder was moved away; ask again.
-        """
+    def _ask(self) -> Claim | None:
+        """Ask until no other process asks or holds ([Note: Publish, then look]), or return who does."""
         deadline = time.monotonic() + ASKING_S
         self._say("asks")
         while others := self._others():
             holder = next((claim for claim in others if claim.holds), None)
             if holder is not None or time.monotonic() > deadline:
-                self._holder = holder or others[0]
-                raise CheckpointBusy(
-                    f"{self._folder}: held by {self._holder}; two jobs must not write to one folder. Give this "
-                    "one another --run.name, or end that one; if it has ended, remove the file"
-                )
+                return holder or others[0]
             first = min(others, key=lambda claim: claim.token)
             if first.token < self._token:
                 self.path.unlink(missing_ok=True)
@@ -394,22 +353,19 @@ class Lock:
         if not self.path.exists():
             # The folder we asked in was moved away by its holder: nobody has seen us ask in this one.
             raise FileNotFoundError(errno.ENOENT, "was moved away meanwhile", str(self.path))
+        return None
 
     def _asks(self, other: Claim) -> bool:
-        """Whether the process of ``other`` is alive and has not decided yet."""
         return any(c.token == other.token and not c.holds for c in self._others())
 
     def _say(self, state: str) -> None:
-        """Make our file, or replace its content.
-
-        Its name is there throughout, and every reader sees a whole content.
-        """
+        """Make our file, or replace its content: its name stays, and every reader sees a whole content."""
         me: dict[str, Any] = {
             "state": state,
-            "folder": folder_id(self._folder),
-            **own_place(),
+            "folder": _folder_id(self._folder),
+            **_own_place(),
             "pid": os.getpid(),
-            "started": started_at(os.getpid()),
+            "started": _started_at(os.getpid()),
             "job": Environment.read().job,
             "restart": Environment.read().restart,
         }
@@ -426,7 +382,6 @@ class Lock:
             raise
 
     def _others(self, *, living: bool = True) -> list[Claim]:
-        """Claims of other processes that are alive, or of those that are not."""
         found = []
         now = self._now()
         for path in self._folder.iterdir():
@@ -438,13 +393,13 @@ class Lock:
                 if not stat.S_ISREG(entry.st_mode):
                     logger.warning("%s: is no lock but something else; left alone", path)
                     continue
-                said = said_by(path)
+                said = _said_by(path)
             except OSError as error:
                 if error.errno not in GONE:
                     raise
                 continue
             claim = Claim(name[1], path, said, entry.st_mtime, now - entry.st_mtime)
-            copied = is_copy(said, self._folder, entry.st_ino)
+            copied = _is_copy(said, self._folder, entry.st_ino)
             if (lives(claim) and not copied) is living:
                 found.append(claim)
         return found
