@@ -17,9 +17,6 @@ from hpczero.errors import ConfigError
 
 PAGE = mmap.PAGESIZE
 MOST_ALIGNMENT = 2**20
-# linux/stat.h and linux/fcntl.h
-_STATX_DIOALIGN, _AT_EMPTY_PATH = 0x2000, 0x1000
-_STATX_NBYTES, _MASK_AT, _MEMORY_AT, _OFFSET_AT = 256, 0, 152, 156
 
 
 def open_direct(path: Path) -> int | None:
@@ -33,8 +30,7 @@ def open_direct(path: Path) -> int | None:
 def make_direct(descriptor: int) -> int:
     """Switch an open, empty file to calls past the kernel's cache, if they work there. It is empty afterwards too.
 
-    The kernel is asked (``statx``, since Linux 6.1), and then believed only after a trial: a write and a read of one
-    aligned block. A trial that fails with EINVAL is tried again with the next larger alignment.
+    A trial writes and reads one aligned block; if it fails with EINVAL, the next larger alignment is tried.
 
     Returns:
         Alignment in bytes, at least a page, that memory, offsets and sizes need; 0 where no alignment works, and the
@@ -43,38 +39,18 @@ def make_direct(descriptor: int) -> int:
     Raises:
         OSError: the trial failed otherwise: there is no room, or the disk is bad.
     """
-    told = _told_alignment(descriptor)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if told == 0:
-        return 0
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
     except OSError:
         return 0
-    alignment = max(PAGE, told or 0)
+    alignment = PAGE
     while alignment <= MOST_ALIGNMENT:
         if _works(descriptor, alignment):
             return alignment
         alignment *= 2
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     return 0
-
-
-def _told_alignment(descriptor: int) -> int | None:
-    """What ``statx`` says; 0: no direct calls to this file; None: it says nothing."""
-    call = getattr(ctypes.CDLL(None), "statx", None)
-    if call is None:
-        return None
-    found = ctypes.create_string_buffer(_STATX_NBYTES)
-    if call(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found) != 0:
-        return None
-    mask, memory, offset = (
-        int.from_bytes(found.raw[at : at + 4], "little")
-        for at in (_MASK_AT, _MEMORY_AT, _OFFSET_AT)
-    )
-    if not mask & _STATX_DIOALIGN:
-        return None
-    return max(memory, offset) if memory and offset else 0
 
 
 def _works(descriptor: int, alignment: int) -> bool:
@@ -155,11 +131,7 @@ def striping_of(folder: Path) -> Striping | None:
 
 
 def stripe(folder: Path, count: int) -> None:
-    """Have files that will be made in ``folder`` spread over ``count`` storage targets, or ALL.
-
-    Args:
-        folder: made if it is not there.
-        count: above what the file system has, it takes all.
+    """Have files that will be made in ``folder``, which is made too, spread over ``count`` storage targets, or ALL.
 
     Raises:
         ConfigError: ``folder`` is not on Lustre, or the file system refuses.

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -132,20 +131,11 @@ class Hidden:
             sync(self._name.parent)
 
     def __enter__(self) -> Self:
-        """Make the folder in which it will be.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Make the folder in which it will be. Raises OSError: it cannot be made."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.path.is_dir():
             shutil.rmtree(self.path, ignore_errors=True)
         else:
@@ -154,9 +144,5 @@ class Hidden:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether a folder can be made there: nothing is, or an empty folder.
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
+    """Whether a folder can be made there: nothing is, or an empty folder. Raises OSError: it cannot be looked at."""
     return not is_there(folder) or (folder.is_dir() and not any(folder.iterdir()))

@@ -1,7 +1,6 @@
 """Other programs' files: opened only where they are regular, read only as far as they may be long.
 
-Owns: that a FIFO, a device or a folder in the place of a file is an error instead of a wait, and that text too deep or
-too long is one too. Must not know: what files mean, which of our errors their readers raise.
+A FIFO, a device or a folder in the place of a file is an error instead of a wait.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class TestDiskOfCoarseAlignment(TierSuite):
 
     @pytest.fixture(autouse=True)
     def coarse(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(direct, "_told_alignment", lambda fd: 2**16)
+        monkeypatch.setattr(direct, "PAGE", 2**16)
 
     @staticmethod
     def make(folder, blocks, block_nbytes):
