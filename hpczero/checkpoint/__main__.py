@@ -1,8 +1,4 @@
-"""The command for checkpoints on disk: ``python -m hpczero.checkpoint ls|verify|export|import PATH``.
-
-Owns: the command line and what it prints. Must not know: how anything is done. It is one process and starts no MPI.
-``hpczero.checkpoint.import_weights`` puts weights into a model that trains already, without a checkpoint.
-"""
+"""The command for checkpoints: ``python -m hpczero.checkpoint ls|verify|export|import PATH``. It starts no MPI."""
 
 from __future__ import annotations
 
@@ -18,14 +14,7 @@ from typing import Annotated, Any, Literal, cast
 import tyro
 
 from hpczero.adapters import gpt2
-from hpczero.checkpoint.disk.folder import (
-    CHECKPOINTS,
-    Folder,
-    checkpoints_at,
-    folder_at,
-    misnamed,
-    read_manifest,
-)
+from hpczero.checkpoint.disk import folder
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, digest
 from hpczero.checkpoint.disk.lines import asides
 from hpczero.checkpoint.disk.rawfile import opened, read_at, rest_digest
@@ -51,7 +40,7 @@ def how_to_train(path: Path) -> str:
 
     The run that it begins is written to another folder.
     """
-    manifest = read_manifest(path)
+    manifest = folder.read_manifest(path)
     model = manifest.meta["extra"].get("model", {})
     fault = _fault(manifest)
     if fault:
@@ -59,7 +48,7 @@ def how_to_train(path: Path) -> str:
             f"hpczero.train cannot train it: {fault}; hpczero.checkpoint.load brings it into a model of your own that "
             "has these names and shapes"
         )
-    place = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+    place = path.parent.parent if path.parent.name == folder.CHECKPOINTS else path.parent
     words = ["python", "-m", "hpczero.train", "--run.name", f"{place.resolve().name}-trained"]
     shapes = {row.name: row.shape for row in manifest.table.owners}
     for name, value in _sizes(shapes, model).items():
@@ -158,13 +147,13 @@ def verify(path: Path, *, deep: bool = True) -> Report:
     if missing:
         return Report(path, Verdict.INCOMPLETE, (f"{path}: {' and '.join(missing)} missing",))
     try:
-        manifest = read_manifest(path)
+        manifest = folder.read_manifest(path)
         check_content(manifest, path)
     except CheckpointMismatch as error:
         return Report(path, Verdict.UNSUPPORTED, (str(error),))
     except CorruptCheckpoint as error:
         return Report(path, Verdict.CORRUPT, (str(error),))
-    wrong = misnamed(path, manifest)
+    wrong = folder.misnamed(path, manifest)
     problems = [wrong] if wrong else []
     try:
         problems += _damaged_slabs(path, manifest) if deep else []
@@ -287,9 +276,9 @@ def main() -> int:
 
 def _ls(command: Ls) -> int:
     lines = [f"{'step':>12} {'MiB':>10} {'parameters':>14} {'ranks':>6}  {'saved (UTC)':<20} path"]
-    aside = asides(folder_at(command.path))
+    aside = asides(folder.folder_at(command.path))
     try:
-        found = checkpoints_at(command.path)
+        found = folder.checkpoints_at(command.path)
     except ConfigError:
         if not aside:
             raise
@@ -297,14 +286,14 @@ def _ls(command: Ls) -> int:
     lines += map(_row, found)
     for place in aside:
         lines.append(f"{'set aside':>12}: what a run did not go on from; it counts no more")
-        lines += map(_row, Folder(place).candidates())
+        lines += map(_row, folder.Folder(place).candidates())
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
 def _row(path: Path) -> str:
     try:
-        m = read_manifest(path)
+        m = folder.read_manifest(path)
     except CheckpointError as error:
         return f"{'-':>12} {'-':>10} {'-':>14} {'-':>6}  {type(error).__name__:<20} {path}"
     return (
@@ -315,7 +304,7 @@ def _row(path: Path) -> str:
 
 def _verify(command: VerifyCheckpoint) -> int:
     worst = Verdict.SOUND
-    for path in checkpoints_at(command.path):
+    for path in folder.checkpoints_at(command.path):
         report = verify(path, deep=not command.quick)
         worst = max(worst, report.verdict)
         for problem in report.problems:

@@ -1,7 +1,4 @@
-"""save: the public call, and the checkpoints of one run with saves in the background.
-
-Owns: who holds the lock, and which save is in progress. Must not know: files, datasets.
-"""
+"""save: the public call, and the checkpoints of one run, with saves in the background under one lock."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from hpczero.checkpoint.disk.folder import Folder, given_path, read_manifest
 from hpczero.checkpoint.disk.format import SLAB_NBYTES, step_folder
 from hpczero.checkpoint.disk.lines import strangers
 from hpczero.checkpoint.disk.lock import Lock
-from hpczero.checkpoint.inventory import Inventory, TrainedInventory
+from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.reading import Given, Loaded, given_sharding, load_newest_at
 from hpczero.checkpoint.snapshot import META, Snapshot, take
 from hpczero.checkpoint.writing import BackgroundWrite, Milestone, wait_for_left, write
@@ -27,29 +24,23 @@ from hpczero.job.topology import Topology
 
 
 def check_replaced(path: Path, snapshot: Snapshot) -> None:
-    """Refuse to replace the checkpoint ``path`` by less.
-
-    That is by weights alone if it holds the state of an optimizer, or by trained parameters alone if it has frozen
-    ones.
+    """Refuse to replace the checkpoint ``path`` by weights alone, or by trained parameters alone, if it holds more.
 
     Raises:
         ConfigError: it does.
     """
-    if snapshot.meta.get(META) is not None:
-        with suppress(CorruptCheckpoint, CheckpointMismatch):
-            if any(row.frozen for row in read_manifest(path).table.rows):
-                raise ConfigError(
-                    f"{path}: holds frozen parameters too, and a checkpoint of the trained ones alone would take its "
-                    "place; save to another directory or another step"
-                )
-    if snapshot.meta["optimizer"] is not None:
-        return
     with suppress(CorruptCheckpoint, CheckpointMismatch):  # which nobody can go on from, or none
-        saved = read_manifest(path).meta.get("optimizer")
-        if saved is not None:
+        saved = read_manifest(path)
+        if META in snapshot.meta and any(row.frozen for row in saved.table.rows):
             raise ConfigError(
-                f"{path}: holds the state of {saved['class']}, and this model was zeroified without an optimizer: a "
-                "checkpoint of weights alone would take its place; save to another directory or another step"
+                f"{path}: holds frozen parameters too, and a checkpoint of the trained ones alone would take its "
+                "place; save to another directory or another step"
+            )
+        optimizer = saved.meta.get("optimizer")
+        if snapshot.meta["optimizer"] is None and optimizer is not None:
+            raise ConfigError(
+                f"{path}: holds the state of {optimizer['class']}, and this model was zeroified without an optimizer: "
+                "a checkpoint of weights alone would take its place; save to another directory or another step"
             )
 
 
@@ -149,7 +140,7 @@ class Checkpoints:
         self._writer = writer
         self._slab_nbytes = slab_nbytes
         self._at = at
-        self._kind = TrainedInventory if parameters == "trained" else Inventory
+        self._only_trained = parameters == "trained"
         self._inventory: Inventory | None = None  # the same for every save with this plan
         self._lock = lock or Lock(self._folder.path)
         self._lent = lock is not None
@@ -174,7 +165,7 @@ class Checkpoints:
         self._sharding.unfreezing.settle()
         self._take()
         if self._inventory is None or self._inventory.plan is not self._sharding.plan:
-            self._inventory = self._kind.create(self._sharding)
+            self._inventory = Inventory.create(self._sharding, only_trained=self._only_trained)
         snapshot = take(
             self._sharding,
             step=step,
@@ -342,7 +333,6 @@ class Checkpoints:
             self._give_back()
 
     def _leave(self) -> None:
-        """Go on, with the lock held until the save in flight has ended. Not collective."""
         assert self._background is not None, "busy"
         self._lock.stay()
         self._background.leave(self._lock.leave)

@@ -1,11 +1,7 @@
 """The elements of a checkpoint on their way into a model, values and state of the optimizer.
 
-Owns: two ways, ``WholeElements`` through memory, and ``Streamed`` straight to a memory tier. Must not know: manifests,
-folders, what is not sharded. Every method is collective over world.
-
-    read    everything is read and checked against its digests; the model is as it was
-    check   values that the model's precision cannot hold are refused; the model is as it was
-    give    the model gets them
+There are two ways, ``WholeElements`` through memory, and ``Streamed`` straight to a memory tier. Every method is
+collective over world.
 """
 
 from __future__ import annotations
@@ -17,22 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from hpczero.checkpoint.disk.format import (
-    MASTER,
-    STATE,
-    STATE_FILE,
-    Dataset,
-    Manifest,
-    Table,
-    digest,
-)
+from hpczero.checkpoint.disk import format as on_disk
 from hpczero.checkpoint.disk.rawfile import read_into
 from hpczero.checkpoint.exchange import DatasetExchange, EvenRuns, check_range
 from hpczero.checkpoint.held import Scalar
@@ -41,11 +29,11 @@ from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
 from hpczero.files.regular import open_regular, reason
 from hpczero.job.topology import Topology
 from hpczero.job.watchdog import Watchdog
-from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.away_shard import VALUES
 from hpczero.zero.update.optimizer_state import check_name
 
 Bytes = npt.NDArray[np.uint8]
+Runs = Mapping[str, EvenRuns]
 
 
 @dataclass(frozen=True)
@@ -59,7 +47,7 @@ class Wanted:
         exchange: of the parts in that order.
     """
 
-    dataset: Dataset
+    dataset: on_disk.Dataset
     runs: EvenRuns
     order: list[int]
     exchange: DatasetExchange
@@ -77,18 +65,16 @@ class Wanted:
 class SlabReader:
     """Reads datasets, each slab by one rank. Its methods are collective over world."""
 
-    def __init__(self, path: Path, manifest: Manifest, topology: Topology) -> None:
-        self._path = path
-        self._manifest = manifest
-        self._topology = topology
+    def __init__(self, path: Path, manifest: on_disk.Manifest, topology: Topology) -> None:
+        self.path, self.manifest, self.topology = path, manifest, topology
 
-    def read(self, wanted: Sequence[tuple[str, EvenRuns]]) -> list[Tensor]:
+    def read(self, wanted: Runs) -> list[Tensor]:
         """For each dataset, the elements of its entries, one entry after the other. Collective over world.
 
         Raises:
             CorruptCheckpoint: on every rank; the message names dataset, parameters and range.
         """
-        plans = [self.plan(name, runs) for name, runs in wanted]
+        plans = [self.plan(name, runs) for name, runs in wanted.items()]
         found: dict[str, Tensor] = {}
         with contextlib.closing(self.rounds(plans)) as rounds:
             for plan, windows, slabs in rounds:
@@ -111,7 +97,7 @@ class SlabReader:
         Raises:
             CorruptCheckpoint: on every rank: there is no such dataset.
         """
-        topology = self._topology
+        topology = self.topology
         order = np.argsort(runs.table[:, 0], kind="stable").tolist()
         exchange = DatasetExchange(topology.world.comm, topology.watchdog, runs.take(order))
         return Wanted(self._dataset(name), runs, order, exchange)
@@ -121,13 +107,13 @@ class SlabReader:
     ) -> Generator[tuple[Wanted, list[range], Tensor], None, None]:
         """Each round of each plan, with the windows of all ranks and this rank's slabs. Collective over world.
 
-        The slabs have been checked, and are valid until the next round. While the caller works with them, the next are
-        read and checked, also of the next dataset. Whoever may not take all rounds closes the generator.
+        The slabs have been checked, and are valid until the next round; the next slabs are read and checked meanwhile.
+        Whoever may not take all rounds closes the generator.
 
         Raises:
             CorruptCheckpoint: on every rank; the message names dataset, parameters and range.
         """
-        topology = self._topology
+        topology = self.topology
         pieces = [
             (plan, windows) for plan in plans for windows in plan.exchange.rounds(plan.dataset)
         ]
@@ -154,7 +140,7 @@ class SlabReader:
         Raises:
             CorruptCheckpoint: on every rank.
         """
-        topology, dataset = self._topology, self._dataset(name)
+        topology, dataset = self.topology, self._dataset(name)
         data = None
         with self._opened() as descriptor, topology.agreed(f"read {dataset.name}"):
             if topology.is_root:
@@ -163,7 +149,7 @@ class SlabReader:
         with topology.watchdog.collective(f"checkpoint: handing {dataset.name} out"):
             return torch.from_numpy(topology.world.comm.bcast(data))
 
-    def fill(self, descriptor: int, dataset: Dataset, window: range, into: Bytes) -> None:
+    def fill(self, descriptor: int, dataset: on_disk.Dataset, window: range, into: Bytes) -> None:
         """Read whole slabs, and check each against its digest. Not collective; any thread may call it.
 
         Raises:
@@ -173,29 +159,29 @@ class SlabReader:
             read_into(descriptor, dataset.offset + window.start * dataset.itemsize, into)
         except (OSError, EOFError) as error:
             raise CorruptCheckpoint(
-                f"{self._path}: {dataset.name} cannot be read: {error}"
+                f"{self.path}: {dataset.name} cannot be read: {error}"
             ) from error
         item = dataset.itemsize
         for start in range(window.start, window.stop, dataset.slab_numel):
             index = start // dataset.slab_numel
             slab = dataset.slab(index)
             begin = (slab.start - window.start) * item
-            if digest(into[begin : begin + len(slab) * item]) != dataset.digests[index]:
-                raise CorruptCheckpoint(self._manifest.damage(self._path, dataset, slab))
+            if on_disk.digest(into[begin : begin + len(slab) * item]) != dataset.digests[index]:
+                raise CorruptCheckpoint(self.manifest.damage(self.path, dataset, slab))
 
-    def _dataset(self, name: str) -> Dataset:
-        dataset = self._manifest.dataset(name)
+    def _dataset(self, name: str) -> on_disk.Dataset:
+        dataset = self.manifest.dataset(name)
         if dataset is None:  # the manifest is the same on all ranks
-            error = CorruptCheckpoint(f"{self._path}: dataset {name} is not in it")
+            error = CorruptCheckpoint(f"{self.path}: dataset {name} is not in it")
             error.agreed = True
             raise error
         return dataset
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        path = self._path / STATE_FILE
+        path = self.path / on_disk.STATE_FILE
         with contextlib.ExitStack() as stack:
-            with self._topology.agreed("open the checkpoint"):
+            with self.topology.agreed("open the checkpoint"):
                 try:
                     descriptor = open_regular(path)
                 except OSError as error:
@@ -204,7 +190,7 @@ class SlabReader:
             yield descriptor
 
 
-def _announce(descriptor: int, dataset: Dataset, window: range) -> None:
+def _announce(descriptor: int, dataset: on_disk.Dataset, window: range) -> None:
     """Have the kernel begin to read a window, so that a slow disk starts early."""
     offset = dataset.offset + window.start * dataset.itemsize
     nbytes = len(window) * dataset.itemsize
@@ -231,7 +217,9 @@ class _Ahead:
         with self._watchdog.watch("checkpoint: the last read to end"):
             self._thread.shutdown()
 
-    def start(self, reader: SlabReader, descriptor: int, dataset: Dataset, window: range) -> None:
+    def start(
+        self, reader: SlabReader, descriptor: int, dataset: on_disk.Dataset, window: range
+    ) -> None:
         """Begin to read. What was taken last stays valid meanwhile."""
         self._buffers.reverse()
         nbytes = len(window) * dataset.itemsize
@@ -246,171 +234,110 @@ class _Ahead:
         self._pending = self._thread.submit(read)
 
     def take(self) -> Bytes:
-        """Wait for what was begun, and return it.
-
-        Raises:
-            CorruptCheckpoint: as ``SlabReader.fill``.
-        """
         pending, self._pending = self._pending, None
         assert pending is not None, "start comes before take"
         return pending.result()
 
 
-@dataclass(frozen=True)
-class ElementSource:
-    """Where elements come from, and what of them this rank holds.
+class WholeElements:
+    """Elements of a checkpoint, read once, and kept in memory until the model gets them."""
 
-    Attributes:
-        path: of the checkpoint.
-        reader: of its datasets.
-        table: its parameters.
-        needed: elements of it that are the inventory's ``needed``, in that order.
-        trainable: those that have state.
-        keys: of the elementwise state.
-    """
+    def __init__(self, reader: SlabReader, wanted: Runs, inventory: Inventory) -> None:
+        """Nothing is read yet.
 
-    path: Path
-    reader: SlabReader
-    table: Table
-    needed: EvenRuns
-    trainable: EvenRuns
-    keys: Sequence[str]
-
-
-class Elements(Protocol):
-    """One of the two ways."""
+        Args:
+            reader: of the checkpoint's datasets.
+            wanted: by dataset, the elements that are the inventory's ``needed`` or ``needed_trainable``, in that order.
+            inventory: of the model.
+        """
+        self._reader, self._wanted, self._inventory = reader, wanted, inventory
+        self._topology = reader.topology
+        self._found: dict[str, Tensor] = {}
 
     def read(self) -> None:
-        """Read everything.
+        """Read everything; the model is as it was.
 
         Raises:
             CorruptCheckpoint: on every rank; the message names dataset, parameters and range.
+            StepError: the tier has no room for such a state.
         """
-        ...
+        self._found = dict(zip(self._wanted, self._reader.read(self._wanted), strict=True))
 
     def check(self) -> None:
-        """Refuse values that are finite, but not in the precision of the model.
+        """Refuse values that are finite, but not in the precision of the model, which is as it was.
 
         Raises:
             CheckpointMismatch: on every rank; the message names a parameter.
         """
-        ...
+        with self._topology.agreed("hold the values against the precision of the model"):
+            self._inventory.check_range(self._found[on_disk.MASTER], self._reader.path)
 
     def give_values(self) -> None:
         """Set the values of the model."""
-        ...
+        self._inventory.set_values(self._found[on_disk.MASTER])
+        del self._found[on_disk.MASTER]  # room for the optimizer's
 
     def give_state(self, key: str, present: Mapping[str, Scalar | None]) -> None:
         """Set one state of the optimizer; ``present`` are the parameters that have it."""
-        ...
+        # Gone from memory with the last unit, so that no more than one key is there twice.
+        self._inventory.set_state(key, self._found.pop(on_disk.STATE + key), present)
 
 
-def elements_of(source: ElementSource, sharding: Sharding, inventory: Inventory) -> Elements:
-    """The way for a model: what rests on a tier is larger than memory. Not collective."""
-    way = WholeElements if sharding.away.store is None else Streamed
-    return way(source, sharding, inventory)
-
-
-class WholeElements:
-    """Read once, and kept in memory until the model gets it."""
-
-    def __init__(self, source: ElementSource, sharding: Sharding, inventory: Inventory) -> None:
-        """Nothing is read yet."""
-        self._source, self._topology, self._inventory = source, sharding.topology, inventory
-        self._states: dict[str, Tensor] = {}
-        self._values = torch.empty(0, dtype=torch.float32, device="cpu")
-
-    def read(self) -> None:
-        """As of either way."""
-        source = self._source
-        wanted = [(MASTER, source.needed)]
-        wanted += [(STATE + key, source.trainable) for key in source.keys]
-        self._values, *states = source.reader.read(wanted)
-        self._states = dict(zip(source.keys, states, strict=True))
-
-    def check(self) -> None:
-        """As of either way."""
-        with self._topology.agreed("hold the values against the precision of the model"):
-            self._inventory.check_range(self._values, self._source.path)
-
-    def give_values(self) -> None:
-        """As of either way."""
-        self._inventory.set_values(self._values)
-        self._values = torch.empty(0, dtype=torch.float32, device="cpu")  # room for the optimizer's
-
-    def give_state(self, key: str, present: Mapping[str, Scalar | None]) -> None:
-        """As of either way; gone from memory with the last unit, so that no more than one key is there twice."""
-        self._inventory.set_state(key, self._states.pop(key), present)
-
-
-class Streamed:
+class Streamed(WholeElements):
     """Read twice: first to find damage while the model is as it was, then a round at a time to where it rests."""
 
-    def __init__(self, source: ElementSource, sharding: Sharding, inventory: Inventory) -> None:
-        """Nothing is read yet."""
-        self._source, self._sharding, self._inventory = source, sharding, inventory
-        self._topology = sharding.topology
-        self._plans: dict[str, Wanted] = {}
-        self._refused: CheckpointMismatch | None = None
-
+    @override
     def read(self) -> None:
-        """As of either way; what is read is not kept.
-
-        Raises:
-            StepError: the tier has no room for such a state.
-        """
-        source, topology = self._source, self._topology
+        topology, half = self._topology, self._inventory.half
         with topology.agreed("look for room on the memory tier"):
-            for unit in self._sharding.units:
+            for unit in self._inventory.units:
                 if unit.away is not None:
-                    for key in source.keys:
-                        check_name(unit.away, key)
-        self._plans[MASTER] = source.reader.plan(MASTER, source.needed)
-        for key in source.keys:
-            self._plans[STATE + key] = source.reader.plan(STATE + key, source.trainable)
-        half = self._inventory.half
-        with closing(source.reader.rounds(list(self._plans.values()))) as rounds:
+                    for name in self._wanted.keys() - {on_disk.MASTER}:
+                        check_name(unit.away, name.removeprefix(on_disk.STATE))
+        self._plans = {name: self._reader.plan(name, runs) for name, runs in self._wanted.items()}
+        self._refused: CheckpointMismatch | None = None
+        with closing(self._reader.rounds(list(self._plans.values()))) as rounds:
             for plan, windows, slabs in rounds:
-                if half is not None and plan is self._plans[MASTER] and self._refused is None:
+                if (
+                    half is not None
+                    and plan is self._plans[on_disk.MASTER]
+                    and self._refused is None
+                ):
                     with topology.agreed("hold the values against the precision of the model"):
                         self._look_at(slabs, windows[topology.rank], half)
 
     def _look_at(self, slabs: Tensor, window: range, half: torch.dtype) -> None:
-        """Note what ``check`` will refuse of the slabs that this rank has read."""
-        for row in self._source.table.owners:
+        table = self._reader.manifest.table
+        for row in table.owners:
             start, stop = max(row.offset, window.start), min(row.offset + row.numel, window.stop)
             if start < stop:
                 part = slabs[start - window.start : stop - window.start]
                 try:
-                    check_range(part, half, self._source.table, start, self._source.path)
+                    check_range(part, half, table, start, self._reader.path)
                 except CheckpointMismatch as error:
                     self._refused = error
                     return
 
+    @override
     def check(self) -> None:
-        """As of either way."""
         with self._topology.agreed("hold the values against the precision of the model"):
             if self._refused is not None:
                 raise self._refused
 
+    @override
     def give_values(self) -> None:
-        """As of either way."""
         self._inventory.end_step()
-        self._bring(MASTER, VALUES)
+        self._bring(on_disk.MASTER, VALUES)
         for unit in self._inventory.units:
             unit.publish()
 
+    @override
     def give_state(self, key: str, present: Mapping[str, Scalar | None]) -> None:
-        """As of either way."""
-        self._bring(STATE + key, key)
+        self._bring(on_disk.STATE + key, key)
         self._inventory.note_away(key, present)
 
     def _bring(self, name: str, part: str) -> None:
-        """From dataset ``name`` to ``part`` on the tier, or to wherever it rests.
-
-        Raises:
-            CorruptCheckpoint, TierError: on every rank; the model has some of it.
-        """
+        """From dataset ``name`` to ``part`` on the tier, or to wherever it rests."""
         topology, plan = self._topology, self._plans[name]
         shards = [unit.away for unit in self._inventory.units if unit.away is not None]
         # Whatever went wrong with what was there does not matter any more.
@@ -418,8 +345,8 @@ class Streamed:
             for shard in shards:
                 if part in shard.parts:
                     shard.drop([part])
-            held = self._inventory.sink(None if name == MASTER else part, plan.order)
-        with closing(self._source.reader.rounds([plan])) as rounds:
+            held = self._inventory.sink(None if name == on_disk.MASTER else part, plan.order)
+        with closing(self._reader.rounds([plan])) as rounds:
             for _, windows, slabs in rounds:
                 places = plan.exchange.places(windows)
                 parts = [

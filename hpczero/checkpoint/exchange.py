@@ -1,11 +1,9 @@
-"""From the shards of ranks to the slabs of a file, and back.
-
-Owns: who sends which elements to whom, in rounds of bounded size. Must not know: files, parameters, torch modules.
+"""From the shards of ranks to the slabs of a file, and back, in rounds of bounded size.
 
 A rank's elements of a flat dataset lie in many short runs, because every unit is cut over all ranks. A file is written
 best in few long pieces. Each rank is therefore responsible for some consecutive slabs, and elements travel between the
-two cuts, a few slabs at a time. A rank holds one flat tensor in the order of the file, so what it sends to a slab is
-one slice. Every rank knows what every other one holds, as entries of runs: a few for each parameter.
+two cuts. A rank holds one flat tensor in the order of the file, so what it sends to a slab is one slice. Every rank
+knows what every other rank holds.
 """
 
 from __future__ import annotations
@@ -39,13 +37,7 @@ def check_range(
 ) -> None:
     """Refuse a part of one parameter with finite values beyond ``dtype``.
 
-    Args:
-        part: the values.
-        dtype: that must hold them.
-        table: of the parameter.
-        start: the first of them in ``table``.
-        path: of the weights, for the message.
-        stop: after the last; None: they are neighbours.
+    The part begins at ``start`` of ``table``. ``stop`` is where it ends if its values are not neighbours there.
 
     Raises:
         CheckpointMismatch: names the parameter.
@@ -182,28 +174,22 @@ class EvenRuns:
         found = []
         at = 0
         for entry in self.entries:
-            for runs in _matrices(entry):
-                rows, count = runs.rows, runs.length
+            for first, rows, count in _matrices(entry):
                 step = window.strides[0]
                 place = np.lib.stride_tricks.as_strided(
-                    window[runs.first - start :], (rows, count), (entry.stride * step, step)
+                    window[first - start :], (rows, count), (entry.stride * step, step)
                 )
                 found.append((values[at : at + rows * count].reshape(rows, count), place))
                 at += rows * count
         return found
 
 
-class _Matrix(NamedTuple):
-    """Some runs of equal length at the stride of their entry: the first element, how many, how long."""
+def _matrices(entry: StridedRange) -> list[tuple[int, int, int]]:
+    """The runs of an entry, by equal length: one that its start cuts, whole ones, one that its stop cuts.
 
-    first: int
-    rows: int
-    length: int
-
-
-def _matrices(entry: StridedRange) -> list[_Matrix]:
-    """The runs of an entry: one that its start cuts, whole ones, one that its stop cuts."""
-    found: list[_Matrix] = []
+    Each with its first element, how many runs, and how long they are.
+    """
+    found: list[tuple[int, int, int]] = []
     at = entry.start
     if at >= entry.stop:
         return found
@@ -211,16 +197,16 @@ def _matrices(entry: StridedRange) -> list[_Matrix]:
     if rest:
         end = entry.base + run * entry.stride + entry.length
         if rest < entry.length:
-            found.append(_Matrix(at, 1, min(end, entry.stop) - at))
+            found.append((at, 1, min(end, entry.stop) - at))
         run += 1
         at = entry.base + run * entry.stride
     last, rest = divmod(entry.stop - entry.base, entry.stride)
     if rest >= entry.length:
         last, rest = last + 1, 0
     if last > run:
-        found.append(_Matrix(at, last - run, entry.length))
+        found.append((at, last - run, entry.length))
     if rest and last >= run:
-        found.append(_Matrix(entry.base + last * entry.stride, 1, rest))
+        found.append((entry.base + last * entry.stride, 1, rest))
     return found
 
 
@@ -231,10 +217,7 @@ class DatasetExchange:
     """The two cuts of one kind of datasets. Methods are collective over the communicator unless they say otherwise."""
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        watchdog: Watchdog,
-        mine: EvenRuns | Sequence[tuple[int, int]],
+        self, comm: MPI.Intracomm, watchdog: Watchdog, mine: EvenRuns | Sequence[tuple[int, int]]
     ) -> None:
         """Tell every rank what this rank holds. Collective over ``comm``.
 
@@ -286,11 +269,7 @@ class DatasetExchange:
         return [slice(before(window.start), before(window.stop)) for window in windows]
 
     def to_slabs(self, parts: Sequence[Tensor], windows: Sequence[range]) -> Tensor:
-        """Gather one round.
-
-        Args:
-            parts: for each rank, the elements of ``places``.
-            windows: one item of ``rounds``.
+        """Gather one round, ``windows`` of ``rounds``, from the elements of ``places`` for each rank.
 
         Returns:
             (elements of this rank's window,), complete: each element is one rank's, or values are undefined.
@@ -306,13 +285,7 @@ class DatasetExchange:
         return into
 
     def from_slabs(self, slabs: Tensor, parts: Sequence[Tensor], windows: Sequence[range]) -> None:
-        """Distribute one round.
-
-        Args:
-            slabs: (elements of this rank's window,).
-            parts: for each rank, the elements of ``places``; they are written.
-            windows: one item of ``rounds``.
-        """
+        """Distribute one round: ``slabs``, (elements of this rank's window,), to ``parts``, those of ``places``."""
         rank = self._comm.rank
         window = windows[rank]
         outgoing = [runs.within(window) for runs in self._runs]
@@ -332,10 +305,6 @@ class DatasetExchange:
         """Yield each other rank with what comes from it, one after the other. The caller must take all of them.
 
         It is not one Alltoallv: what is sent lies in several places, and a rank's own part needs no message.
-
-        Args:
-            part: gives what goes to a rank.
-            counts: elements that come from each rank.
         """
         comm, size = self._comm, self._comm.size
         for distance in range(1, size):

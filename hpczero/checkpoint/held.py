@@ -1,7 +1,4 @@
-"""Held: what this rank holds of one dataset, in the order of the file, wherever it rests.
-
-Owns: which elements are where, and windows of a tier of which only some elements have passed yet. Must not know: files,
-ranks, rounds. Nothing here is collective.
+"""What this rank holds of one dataset, in the order of the file, wherever it rests. Nothing here is collective.
 
     held   [ piece | piece | piece ... ]   a piece is this rank's part of one parameter
     held[a:b]    [------------]            touches the pieces below, and what rests elsewhere in whole windows
@@ -10,9 +7,8 @@ A part of a parameter may have padding in memory, which the file has not. It bec
 
 [Note: Open windows]
 A tier moves whole windows, and slices end anywhere. Every element passes once. A window stays in memory from its first
-element to its last, and so moves once. Slices run through the file at as many places as there are ranks, so about as
-many windows are open. Beyond ``OPEN_NBYTES`` the one opened last is closed, and moves again when it is needed. The
-places take turns, so the one opened first is needed next.
+element to its last. About as many windows are open as there are ranks. Beyond ``OPEN_NBYTES`` the window opened last is
+closed, and moves again when it is needed: the window opened first is needed next.
 """
 
 from __future__ import annotations
@@ -26,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.checkpoint.exchange import EvenRuns, StridedRange
 from hpczero.errors import CheckpointError
@@ -43,11 +40,7 @@ Scalar = int | float | bool
 def kind_of(key: str, value: Any, numel: int, *, packed: bool = False) -> str | None:
     """``elements``, ``tensor:float32``, ``int`` ...; None for a state that does not exist yet.
 
-    Args:
-        key: of the state.
-        value: of it.
-        numel: elements of the shard that it belongs to.
-        packed: whether it may have fewer, those of the others being zero (``zero.update.whole_states``).
+    A ``packed`` state may have fewer than ``numel`` elements; the others are zero (``zero.update.whole_states``).
 
     Raises:
         CheckpointError: it is neither fp32 with the elements of its shard nor one number.
@@ -140,27 +133,30 @@ class ParameterPiece:
         return first, self.local.at(stop) if stop < self.numel else self.local.stop
 
 
-class Home(Protocol):
+class Home:
     """Where one kind of elements, values or a state of the optimizer, rests; ``begin`` counts in the unit."""
+
+    def __init__(self, part: str) -> None:
+        """``part``: of the records of the tier."""
+        self._windows = OpenWindows(part)
 
     def expect(self, pieces: Iterable[ParameterPiece]) -> None:
         """Each element of ``pieces`` will pass once, padding too."""
-        ...
+        self._windows.expect(pieces)
 
     def read(self, piece: ParameterPiece, begin: int, into: Tensor) -> None:
         """Copy elements of ``piece`` from ``begin`` on to ``into``."""
-        ...
+        raise NotImplementedError
 
     def write(self, piece: ParameterPiece, begin: int, values: Tensor) -> None:
         """Replace elements of ``piece`` from ``begin`` on by ``values``."""
-        ...
+        raise NotImplementedError
 
 
 class HeldPieces:
     """Elements of pieces, one piece after the other. Each element is read once, or written once."""
 
     def __init__(self, pieces: Sequence[ParameterPiece], home: Home) -> None:
-        """``pieces``: in the order of the elements."""
         self._pieces, self._home = pieces, home
         self._ends = list(accumulate(piece.numel for piece in pieces))
         home.expect(pieces)
@@ -218,18 +214,14 @@ def with_padding(piece: ParameterPiece, begin: int, end: int, values: Tensor) ->
     return found
 
 
-class ValuesHome:
-    """Values of parameters."""
+class ValuesHome(Home):
+    """Values of parameters; ``unit.publish`` follows once all are written."""
 
     def __init__(self) -> None:
-        self._windows = OpenWindows(VALUES)
+        super().__init__(VALUES)
 
-    def expect(self, pieces: Iterable[ParameterPiece]) -> None:
-        """As of any home."""
-        self._windows.expect(pieces)
-
+    @override
     def read(self, piece: ParameterPiece, begin: int, into: Tensor) -> None:
-        """As of any home."""
         rest = piece.unit.rest
         if isinstance(rest, AwayRest):
             self._windows.read(rest.shard, begin, into)
@@ -240,8 +232,8 @@ class ValuesHome:
         with piece.unit.owned_values() as values, torch.no_grad():
             into.copy_(values[begin : begin + len(into)])
 
+    @override
     def write(self, piece: ParameterPiece, begin: int, values: Tensor) -> None:
-        """As of any home; ``unit.publish`` follows once all are there."""
         rest = piece.unit.rest
         if isinstance(rest, AwayRest):
             rest.updated(range(begin, begin + len(values)), values)
@@ -251,22 +243,18 @@ class ValuesHome:
             here[begin : begin + len(values)].copy_(values)
 
 
-class StateHome:
+class StateHome(Home):
     """One state of the optimizer that is there for every element; zero where there is none yet."""
 
     def __init__(
         self, key: str, state_of: Callable[[ParameterPiece], MutableMapping[Any, Any]]
     ) -> None:
         """``state_of``: what of the state of a piece is in memory."""
+        super().__init__(key)
         self._key, self._state_of = key, state_of
-        self._windows = OpenWindows(key)
 
-    def expect(self, pieces: Iterable[ParameterPiece]) -> None:
-        """As of any home."""
-        self._windows.expect(pieces)
-
+    @override
     def read(self, piece: ParameterPiece, begin: int, into: Tensor) -> None:
-        """As of any home."""
         if piece.unit.away is not None:
             self._windows.read(piece.unit.away, begin, into)
             if self._key not in self._state_of(piece):
@@ -287,8 +275,9 @@ class StateHome:
             into[: len(found)].copy_(found)
         into[len(found) :].zero_()  # of a state with fewer elements than its parameter
 
+    @override
     def write(self, piece: ParameterPiece, begin: int, values: Tensor) -> None:
-        """As of any home; in memory the state is made, zero at first."""
+        # In memory the state is made, zero at first.
         if piece.unit.away is not None:
             self._windows.write(piece.unit.away, begin, values)
             return
@@ -304,7 +293,6 @@ class OpenWindows:
     """Windows of one part on the tier of which some elements have passed. See [Note: Open windows]."""
 
     def __init__(self, part: str) -> None:
-        """``part``: of the records of the tier."""
         self._part = part
         self._open: dict[tuple[AwayShard, int], _HeldWindow] = {}
         self._left: dict[tuple[AwayShard, int], int] = {}  # elements that have not passed
@@ -320,11 +308,7 @@ class OpenWindows:
                     self._left[shard, index] = self._left.get((shard, index), 0) + count
 
     def read(self, shard: AwayShard, begin: int, into: Tensor) -> None:
-        """Copy elements of ``shard`` from ``begin`` on to ``into``.
-
-        Raises:
-            TierError: they cannot be read.
-        """
+        """Copy elements of ``shard`` from ``begin`` on to ``into``. Raises TierError: they cannot be read."""
         for index, inside, at in _spans(shard, begin, len(into)):
             if at.stop < len(into) and (shard, index + 1) not in self._open:
                 shard.start_window(index + 1, self._part)

@@ -1,14 +1,10 @@
-"""What of a zeroified model and its optimizers goes into a checkpoint, and where.
-
-Owns: values and states by elements of the file, read from and put to where they rest. Must not know: files, who else
-holds what, how elements travel.
-"""
+"""What of a zeroified model and its optimizers goes into a checkpoint, and where."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from hpczero.checkpoint.disk.format import NAMED, Row, Table, plain_name
+from hpczero.checkpoint.disk.format import Row, Table, plain_name, some
 from hpczero.checkpoint.exchange import EvenRuns, check_range
 from hpczero.checkpoint.held import (
     HeldElements,
@@ -51,25 +47,10 @@ from hpczero.zero.update.whole_states import is_packed
 Rows = Sequence[tuple[str, tuple[int, ...], int]]  # name, shape, optimizer group
 
 
-@dataclass(frozen=True)
-class ModelShare:
-    """What this rank has of a whole model.
+def share_of(sharding: Sharding) -> tuple[Table, Mapping[str, Placement]]:
+    """The whole model's table, and the placements of this rank's parameters by their names in its model.
 
-    Attributes:
-        table: of the whole model, equal on every rank.
-        placements: of each parameter of this rank's model, by its name there.
-    """
-
-    table: Table
-    placements: Mapping[str, Placement]
-
-    def name(self, local: str) -> str:
-        """The name in the whole model of a parameter of this rank's model."""
-        return self.placements[local].name
-
-
-def share_of(sharding: Sharding) -> ModelShare:
-    """The whole model's table, and this rank's share. Collective over world where ranks have parts of a model.
+    Collective over world where ranks have parts of a model.
 
     Raises:
         CheckpointError: on every rank: the parts do not make one model; the message names a parameter.
@@ -77,7 +58,7 @@ def share_of(sharding: Sharding) -> ModelShare:
     part, topology = part_of(sharding.model), sharding.topology
     if part is None and not has_parts(topology):
         placements = _placements(sharding, None)
-        return ModelShare(_merged([_rows(sharding, placements)], _whole(sharding)), placements)
+        return _merged([_rows(sharding, placements)], _whole(sharding)), placements
     with topology.agreed("look at this rank's part of the model"):
         placements = _placements(sharding, part)
         own = _rows(sharding, placements)
@@ -91,7 +72,7 @@ def share_of(sharding: Sharding) -> ModelShare:
     with topology.agreed("put the tables of all stages together"):
         table = _merged(stages, part or _whole(sharding))
     _check_equal(sharding, table)
-    return ModelShare(table, placements)
+    return table, placements
 
 
 def has_parts(topology: Topology) -> bool:
@@ -100,12 +81,7 @@ def has_parts(topology: Topology) -> bool:
 
 
 def check_cover(topology: Topology, table: Table, held: Mapping[str, int]) -> None:
-    """Refuse parts that miss elements of the whole model, or have them twice. Collective over world.
-
-    Args:
-        topology: the ranks.
-        table: of the whole model.
-        held: elements of each parameter that this rank saves.
+    """Refuse ranks that together save not all elements of ``table``, or save some twice. Collective over world.
 
     Raises:
         CheckpointError: on every rank; the message names a parameter.
@@ -128,11 +104,7 @@ def check_cover(topology: Topology, table: Table, held: Mapping[str, int]) -> No
 
 
 def _placements(sharding: Sharding, part: ModelPart | None) -> dict[str, Placement]:
-    """Of each parameter of this rank's model, by its name there.
-
-    Raises:
-        CheckpointError: one has another shape than its placement says, or the name of another.
-    """
+    """Of each parameter of this rank's model, by its name there."""
     found: dict[str, Placement] = {}
     names: dict[str, str] = {}
     for unit in sharding.units:
@@ -163,7 +135,6 @@ def _rows(sharding: Sharding, placements: Mapping[str, Placement]) -> Rows:
 
 
 def _whole(sharding: Sharding) -> ModelPart:
-    """A model that is not a part of one."""
     by_object = {id(parameter): name for name, parameter in sharding.model.named_parameters()}
     aliases = {
         name: by_object[id(parameter)]
@@ -174,11 +145,7 @@ def _whole(sharding: Sharding) -> ModelPart:
 
 
 def _merged(stages: Sequence[Rows], part: ModelPart) -> Table:
-    """One table of what all stages have, in the order of the whole model.
-
-    Raises:
-        CheckpointError: stages have one parameter differently, or the whole model has others.
-    """
+    """One table of what all stages have, in the order of the whole model."""
     aliases = {plain_name(name): plain_name(owner) for name, owner in part.aliases.items()}
     part = ModelPart(tuple(map(plain_name, part.names)), aliases)
     found: dict[str, tuple[tuple[int, ...], int]] = {}
@@ -195,20 +162,15 @@ def _merged(stages: Sequence[Rows], part: ModelPart) -> Table:
         ("the whole model does not name", [name for name in found if name not in set(part.names)]),
     ):
         if names:
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             raise CheckpointError(
-                f"{what} {', '.join(names[:NAMED])}{more}; every parameter in ModelPart.names is on one stage at "
+                f"{what} {some(names)}; every parameter in ModelPart.names is on one stage at "
                 "least, and no other is on any"
             )
     return Table.build([(name, *found[name]) for name in part.names], part.aliases)
 
 
 def _check_cuts(ranks: Sequence[Sequence[Placement]]) -> None:
-    """Refuse tensor ranks that cut a parameter differently, or save the same part of it.
-
-    Raises:
-        CheckpointError: the message names the parameter.
-    """
+    """Refuse tensor ranks that cut a parameter differently, or save the same part of it."""
     found: dict[str, list[Placement]] = {}
     for placement in (placement for rank in ranks for placement in rank if placement.counted):
         others = found.setdefault(placement.name, [])
@@ -227,18 +189,14 @@ def _told(shape: tuple[int, ...], group: int) -> str:
 
 
 def _check_equal(sharding: Sharding, table: Table) -> None:
-    """Refuse tables that differ between ranks. Collective over world.
-
-    Raises:
-        CheckpointError: on every rank; the message names parameters.
-    """
     topology = sharding.topology
     differs = unlike(topology.world, list(_lines(sharding, table)))
     with topology.agreed("compare the tables of all ranks"):
         if differs:
+            here, there = (some(text.split("; "), "; ") for text in differs)
             raise CheckpointError(
-                f"rank {topology.rank}: the whole model has {_first(differs[0])}, where rank 0 has "
-                f"{_first(differs[1])}; give every rank a part of the same model, and the same groups of the optimizer"
+                f"rank {topology.rank}: the whole model has {here}, where rank 0 has {there}; "
+                "give every rank a part of the same model, and the same groups of the optimizer"
             )
 
 
@@ -248,12 +206,6 @@ def _lines(sharding: Sharding, table: Table) -> Iterator[str]:
     for place, row in enumerate(table.rows):
         tied = "" if row.tied_to is None else f", tied to {table.rows[row.tied_to].name!r}"
         yield f"{row.name!r} at place {place} of {_told(row.shape, row.group)}{tied}"
-
-
-def _first(text: str) -> str:
-    parts = text.split("; ")
-    more = f" and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
-    return "; ".join(parts[:NAMED]) + more
 
 
 # Averages of weights in a checkpoint: what stands for them among the states of the optimizer.
@@ -306,6 +258,7 @@ class Inventory:
 
     Attributes:
         plan: that it is of.
+        only_trained: whether the checkpoint has the trainable parameters alone.
         table: parameters of the whole model, in its order; those that train, where the checkpoint has no others.
         units: that have them.
         held: elements of the file that this rank saves: of equal copies one.
@@ -314,14 +267,18 @@ class Inventory:
         needed_trainable: the part of ``needed`` that has optimizer state.
     """
 
-    only_trained = False  # whether the checkpoint has the trainable parameters alone
-
-    def __init__(self, sharding: Sharding, share: ModelShare) -> None:
-        """See ``create``."""
-        self._sharding, self.plan, self._share = sharding, sharding.plan, share
-        alone = self.only_trained
-        self.table = share.table.trained() if alone else share.table
-        self.units = [unit for unit in sharding.units if unit.spec.trainable or not alone]
+    def __init__(
+        self,
+        sharding: Sharding,
+        table: Table,
+        placements: Mapping[str, Placement],
+        *,
+        only_trained: bool,
+    ) -> None:
+        self._sharding, self.plan, self._placements = sharding, sharding.plan, placements
+        self.only_trained = only_trained
+        self.table = table.trained() if only_trained else table
+        self.units = [unit for unit in sharding.units if unit.spec.trainable or not only_trained]
         self._places = self.table.named()
         pieces = [piece for unit in self.units for piece in self._pieces_of(unit)]
         self._empty = [piece for piece in pieces if not piece.numel]  # padding and nothing else
@@ -331,7 +288,7 @@ class Inventory:
         self.needed, self.needed_trainable = self._runs(self._pieces)
 
     @classmethod
-    def create(cls, sharding: Sharding) -> Inventory:
+    def create(cls, sharding: Sharding, *, only_trained: bool = False) -> Inventory:
         """That of a model. Collective over world where ranks have parts of a model, or replicas.
 
         Raises:
@@ -340,7 +297,8 @@ class Inventory:
         with sharding.topology.agreed("take stock of the model"):
             for average in sharding.averages.values():
                 average.check_out("a checkpoint")
-        found = cls(sharding, share_of(sharding))
+        table, placements = share_of(sharding)
+        found = cls(sharding, table, placements, only_trained=only_trained)
         held: Counter[str] = Counter()
         for piece in found._saved:
             held[found._row(piece.unit, piece.position).name] += piece.numel
@@ -354,21 +312,19 @@ class Inventory:
         return runs, runs.take(range(sum(piece.start < limit for piece in pieces)))
 
     def _pieces_of(self, unit: Unit) -> Iterator[ParameterPiece]:
-        """What this rank holds of ``unit``."""
         layout, topology = unit.spec.layout, self._sharding.topology
         index = topology.shard_index
         begin = layout.shard_range(index).start
         for position, slot in enumerate(layout.slots):
             part = layout.overlap(index, slot.name)
             if part:
-                placement = self._share.placements[slot.name]
+                placement = self._placements[slot.name]
                 place = self._places[placement.name].offset
                 counted = placement.counted and topology.replicate.rank == 0
                 yield piece_of(unit, position, part, slot.offset - begin, placement, place, counted)
 
     def _row(self, unit: Unit, position: int) -> Row:
-        """The whole parameter of a slot."""
-        return self._places[self._share.name(unit.spec.layout.slots[position].name)]
+        return self._places[self._placements[unit.spec.layout.slots[position].name].name]
 
     def frozen_pieces(self) -> Iterator[tuple[Row, ParameterPiece]]:
         """What this rank saves of frozen parameters, each with the whole parameter."""
@@ -384,7 +340,7 @@ class Inventory:
     @property
     def names(self) -> Mapping[str, str]:
         """Names in the whole model of this rank's parameters, by those in its model."""
-        return {local: placement.name for local, placement in self._share.placements.items()}
+        return {local: placement.name for local, placement in self._placements.items()}
 
     # --- values --------------------------------------------------------------------------------------------------
 
@@ -395,9 +351,7 @@ class Inventory:
     def sink(self, key: str | None, order: Sequence[int]) -> HeldPieces:
         """Where values, or the state ``key``, are put slice by slice, on a tier or in memory. Padding is made zero.
 
-        Args:
-            key: of the state; None for values.
-            order: of ``needed``, or ``needed_trainable``, in the file that they come from.
+        ``order`` is that of ``needed``, or ``needed_trainable``, in the file that they come from.
 
         Raises:
             TierError: a tier cannot take the padding.
@@ -413,9 +367,7 @@ class Inventory:
         return _HALF.get(self._sharding.precision.param)
 
     def check_range(self, values: Tensor, path: Path) -> None:
-        """Refuse values of ``path`` that are finite, but not in the precision of the model.
-
-        ``values`` has the shape (elements of ``needed``,).
+        """Refuse ``values``, (elements of ``needed``,), that are finite, but not in the precision of the model.
 
         Raises:
             CheckpointMismatch: the message names the first parameter.
@@ -599,12 +551,9 @@ class Inventory:
         self._sharding.step.adopt_state()
 
     def set_state(self, key: str, elements: Tensor, present: Mapping[str, Scalar | None]) -> None:
-        """Set one elementwise state, in memory. Collective over world.
+        """Set one elementwise state, (elements of ``needed_trainable``,), of the parameters in ``present``, in memory.
 
-        Args:
-            key: of the state.
-            elements: (elements of ``needed_trainable``,).
-            present: the parameters that have it.
+        Collective over world.
         """
         average = average_at(self._sharding, key)
         for unit, owned in self._by_unit(elements, trainable=True):
@@ -638,9 +587,3 @@ class Inventory:
 
     def _is_in(self, unit: Unit, position: int, present: Mapping[str, Scalar | None]) -> bool:
         return self._row(unit, position).name in present
-
-
-class TrainedInventory(Inventory):
-    """That of a checkpoint of the trainable parameters alone."""
-
-    only_trained = True

@@ -1,8 +1,7 @@
 """Reading a checkpoint into a model, at any number of ranks, stage and units.
 
-Owns: the order of a load, and the fallback to an older checkpoint. Must not know: how to write. Each rank reads the
-slabs it is responsible for, checks them, and sends elements to the ranks that need them. The model is not changed
-before everything has been read and checked (``elements``: a model larger than memory is then read for a second time).
+Each rank reads the slabs it is responsible for, checks them, and sends elements to the ranks that need them. The model
+is not changed before everything has been read and checked.
 """
 
 from __future__ import annotations
@@ -25,33 +24,14 @@ from torch.optim import Optimizer
 
 from hpczero.adapters import gpt2
 from hpczero.checkpoint import states
-from hpczero.checkpoint import states as streams
-from hpczero.checkpoint.disk.folder import (
-    GIVE,
-    Folder,
-    folder_at,
-    given_path,
-    is_checkpoint,
-    is_imported,
-    misnamed,
-    read_manifest,
-)
-from hpczero.checkpoint.disk.format import BUFFERS, NAMED, RNG, SEVERAL, Manifest, Row, Table
+from hpczero.checkpoint.disk import folder
+from hpczero.checkpoint.disk import format as on_disk
 from hpczero.checkpoint.disk.lines import homes
 from hpczero.checkpoint.disk.stored import check_content
-from hpczero.checkpoint.elements import Elements, ElementSource, SlabReader, elements_of
+from hpczero.checkpoint.elements import SlabReader, Streamed, WholeElements
 from hpczero.checkpoint.exchange import EvenRuns
-from hpczero.checkpoint.inventory import Inventory, TrainedInventory, names_in
+from hpczero.checkpoint.inventory import Inventory, names_in
 from hpczero.checkpoint.snapshot import Base, expand
-from hpczero.checkpoint.states import (
-    KeptBuffer,
-    buffers_of,
-    fits,
-    loaded_extra,
-    loaded_states,
-    named_buffers,
-    restored,
-)
 from hpczero.checkpoint.writing import wait_for_left
 from hpczero.errors import CheckpointMismatch, ConfigError, CorruptCheckpoint, StepError, TierError
 from hpczero.files.regular import shown
@@ -62,7 +42,9 @@ from hpczero.zero.update.optimizers import OptimizerSet
 from hpczero.zero.zeroify import sharding as sharding_of
 
 
-def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, int]:
+def match_parameters(
+    manifest: on_disk.Manifest, table: on_disk.Table, path: Path
+) -> dict[str, int]:
     """Place in the checkpoint of each parameter of the model.
 
     Raises:
@@ -75,25 +57,25 @@ def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, 
     alone = "base" in manifest.meta
     if missing:
         of_it = ", which trains here (it holds what was trained alone)" if alone else ""
-        differences.append(f"the checkpoint has no {_some(missing)}{of_it}")
+        differences.append(f"the checkpoint has no {on_disk.some(missing)}{of_it}")
     if extra:
-        differences.append(f"the model has no {_some(extra)}")
+        differences.append(f"the model has no {on_disk.some(extra)}")
     shapes = [
         f"{name} is {theirs[name].shape} in the checkpoint and {row.shape} in the model"
         for name, row in ours.items()
         if name in theirs and theirs[name].shape != row.shape
     ]
     if shapes:
-        differences.append("; ".join(shapes[:NAMED]) + _more(shapes))
+        differences.append(on_disk.some(shapes, "; "))
     frozen = [
         name
         for name, row in ours.items()
         if name in theirs and theirs[name].frozen and not row.frozen
     ]
     if frozen and manifest.meta["optimizer"] is not None:
-        differences.append(f"frozen in the checkpoint and trained here: {_some(frozen)}")
+        differences.append(f"frozen in the checkpoint and trained here: {on_disk.some(frozen)}")
     if not differences:
-        differences = _ties(table, manifest.table)[:NAMED]
+        differences = _ties(table, manifest.table)[: on_disk.NAMED]
     if differences:
         raise CheckpointMismatch(
             f"{path}: belongs to another model: {'; '.join(differences)}. {_way_out(theirs, ours)}, or start anew with "
@@ -103,7 +85,7 @@ def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, 
     return {name: theirs[name].offset for name in ours}
 
 
-def _way_out(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> str:
+def _way_out(theirs: Mapping[str, on_disk.Row], ours: Mapping[str, on_disk.Row]) -> str:
     known = [name for name in ours if name in theirs]
     unlike = [name for name in known if theirs[name].shape != ours[name].shape]
     vocabulary = [
@@ -121,7 +103,7 @@ def _way_out(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> str:
     return "Build the model it was saved from"
 
 
-def _ties(ours: Table, theirs: Table) -> list[str]:
+def _ties(ours: on_disk.Table, theirs: on_disk.Table) -> list[str]:
     """Parameters that are one in one of two tables, and two in the other."""
     found = []
     for table, other, where, elsewhere in (
@@ -137,7 +119,7 @@ def _ties(ours: Table, theirs: Table) -> list[str]:
     return found
 
 
-def _owners(table: Table) -> dict[str, str]:
+def _owners(table: on_disk.Table) -> dict[str, str]:
     return {
         row.name: table.rows[row.tied_to].name if row.tied_to is not None else row.name
         for row in table.rows
@@ -145,7 +127,7 @@ def _owners(table: Table) -> dict[str, str]:
 
 
 def match_optimizer(
-    manifest: Manifest, sharding: Sharding, table: Table, path: Path
+    manifest: on_disk.Manifest, sharding: Sharding, table: on_disk.Table, path: Path
 ) -> dict[str, str]:
     """Kinds of the optimizer's state; none if either side has no optimizer.
 
@@ -159,7 +141,7 @@ def match_optimizer(
     _match_groups(manifest, table, path)
     for place, (group, options) in enumerate(zip(optimizers.groups, saved["groups"], strict=True)):
         for name, value in options.items():
-            if not fits(value, group.get(name)):
+            if not states.fits(value, group.get(name)):
                 raise CheckpointMismatch(
                     f"{path}: {name} of group {place} is {shown(value)} in the checkpoint and {shown(group[name])} in "
                     "the optimizer; use the one it was saved from"
@@ -175,8 +157,7 @@ def match_optimizer(
 
 
 def _match_classes(saved: Mapping[str, Any], optimizers: OptimizerSet, path: Path) -> None:
-    """Refuse another number of optimizers, other classes, and other numbers of groups."""
-    theirs = saved.get(SEVERAL, [[saved["class"], len(saved["groups"])]])
+    theirs = saved.get(on_disk.SEVERAL, [[saved["class"], len(saved["groups"])]])
     mine = [[type(each).__name__, len(each.param_groups)] for each in optimizers]
     if len(theirs) == len(mine) == 1 and theirs[0][0] != mine[0][0]:
         raise CheckpointMismatch(
@@ -209,7 +190,7 @@ def _counted(optimizers: Sequence[Sequence[Any]]) -> str:
     return f"{len(optimizers)} optimizer(s) ({names})"
 
 
-def _match_groups(manifest: Manifest, table: Table, path: Path) -> None:
+def _match_groups(manifest: on_disk.Manifest, table: on_disk.Table, path: Path) -> None:
     """Refuse parameters whose groups have other places: they would get each other's options."""
     theirs = manifest.table.named()
     for own in table.owners:
@@ -222,7 +203,7 @@ def _match_groups(manifest: Manifest, table: Table, path: Path) -> None:
             )
 
 
-def match_streams(manifest: Manifest, path: Path) -> None:
+def match_streams(manifest: on_disk.Manifest, path: Path) -> None:
     """Refuse random streams of another form, unless they are of ranks that this job does not have.
 
     Raises:
@@ -238,20 +219,14 @@ def match_streams(manifest: Manifest, path: Path) -> None:
 
 
 def match_buffers(
-    manifest: Manifest, sharding: Sharding, kept: Sequence[KeptBuffer], path: Path
+    manifest: on_disk.Manifest, sharding: Sharding, kept: Sequence[states.KeptBuffer], path: Path
 ) -> None:
-    """Refuse other buffers.
-
-    Args:
-        manifest: of the checkpoint.
-        sharding: of the model.
-        kept: persistent buffers of all stages.
-        path: of the checkpoint.
+    """Refuse other buffers; ``kept`` are the persistent buffers of all stages.
 
     Raises:
         CheckpointMismatch: the message names the first.
     """
-    named = named_buffers(sharding.model)
+    named = states.named_buffers(sharding.model)
     persistent = {id(buffer) for buffer in sharding.buffers}
     saved = {name for name, _, _ in manifest.meta["buffers"]}
     elsewhere = {buffer.name for buffer in kept} - set(named)
@@ -274,19 +249,11 @@ def match_buffers(
     ]
     if more:
         raise CheckpointMismatch(
-            f"{path}: the checkpoint has no buffer {_some(more)}; build the model it was saved from"
+            f"{path}: the checkpoint has no buffer {on_disk.some(more)}; build the model it was saved from"
         )
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + _more(names)
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-
-
-def renamed(ours: Table, theirs: Table) -> dict[str, str]:
+def renamed(ours: on_disk.Table, theirs: on_disk.Table) -> dict[str, str]:
     """Name in this model of a tied parameter that is stored under another of its names."""
     own = {row.name for row in ours.owners}
     named = ours.named()
@@ -332,15 +299,15 @@ def find(path: Path, topology: Topology, *, own: bool) -> tuple[list[Path], bool
     text = ""
     with topology.agreed("look for checkpoints"):
         if topology.is_root:
-            is_one = is_checkpoint(path)
-            folder = path if own or is_one else folder_at(path)
-            candidates = [path] if is_one else Folder(folder).candidates()
+            is_one = folder.is_checkpoint(path)
+            place = path if own or is_one else folder.folder_at(path)
+            candidates = [path] if is_one else folder.Folder(place).candidates()
             text = json.dumps([is_one, list(map(str, candidates))])  # a path may hold any character
     is_one, names = json.loads(topology.broadcast_text(text))
     return [Path(name) for name in names], is_one
 
 
-def load_newest(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded | None:
+def load_newest_at(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded | None:
     """Load ``path``, or the newest sound checkpoint in it; None if there is none at all. Collective over world.
 
     Args:
@@ -351,7 +318,16 @@ def load_newest(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded 
     Raises:
         CorruptCheckpoint: there are checkpoints, and none is sound; or ``path`` itself is one that is not.
         CheckpointMismatch: it does not belong to this model, or a later version wrote it.
+        StepError: inside ``gathered``, where loaded values would not stay.
     """
+    with sharding.topology.agreed("begin a load"):
+        if any(unit.whole.holds for unit in sharding.units):
+            raise StepError(
+                f"rank {sharding.topology.rank}: a load inside `with hpczero.gathered(model):` would be overwritten at "
+                "its end by the values gathered before; load outside of the block"
+            )
+    sharding.unfreezing.settle()
+    wait_for_left()  # it may be what is asked for
     with sharding.topology.watchdog.operation("a load of a checkpoint"):
         return _newest(path, sharding, own=own)
 
@@ -406,31 +382,27 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     manifest = _manifest(path, topology, asked_for=asked_for)
     with topology.agreed("look at the manifest"):
         check_content(manifest, path)
-        extra = loaded_extra(manifest.meta, path)
+        extra = states.loaded_extra(manifest.meta, path)
         manifest = manifest.plain()
     base = Base.read(manifest.meta, path)  # the same manifest on every rank
-    inventory = (Inventory if base is None else TrainedInventory).create(sharding)
-    buffers_here = buffers_of(sharding)
+    inventory = Inventory.create(sharding, only_trained=base is not None)
+    buffers_here = states.buffers_of(sharding)
     with topology.agreed("compare the checkpoint with the model"):
         places = match_parameters(manifest, inventory.table, path)
         keys = match_optimizer(manifest, sharding, inventory.table, path)
         match_buffers(manifest, sharding, buffers_here, path)
         match_streams(manifest, path)
-        states = loaded_states(manifest.meta, sharding.model, topology, path)
+        extra_states = states.loaded_states(manifest.meta, sharding.model, topology, path)
     if base is not None:
         _check_base(base, sharding, path)
     reader = SlabReader(path, manifest, topology)
-    source = ElementSource(
-        path,
-        reader,
-        manifest.table,
-        needed=_moved(inventory.needed, inventory.rows, places),
-        trainable=_moved(inventory.needed_trainable, inventory.rows, places),
-        keys=[key for key, kind in keys.items() if kind == "elements"],
-    )
-    elements = elements_of(source, sharding, inventory)
+    trainable = _moved(inventory.needed_trainable, inventory.rows, places)
+    wanted = {on_disk.MASTER: _moved(inventory.needed, inventory.rows, places)}
+    wanted |= {on_disk.STATE + key: trainable for key, kind in keys.items() if kind == "elements"}
+    way = WholeElements if sharding.away.store is None else Streamed  # larger than memory
+    elements = way(reader, wanted, inventory)
     elements.read()
-    buffers, rng = reader.read_whole(BUFFERS), reader.read_whole(RNG)
+    buffers, rng = reader.read_whole(on_disk.BUFFERS), reader.read_whole(on_disk.RNG)
     elements.check()
     with suppress(StepError, TierError):  # on all ranks; what is loaded takes its place
         sharding.step.finish_updates()
@@ -446,32 +418,31 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
         raise
     _set_buffers(sharding, manifest, buffers)
     with topology.agreed("give modules their extra states"):
-        for module, state in states:
+        for module, state in extra_states:
             module.set_extra_state(state)
     _set_streams(topology, manifest, rng)
     sharding.scaler.restore(manifest.meta["loss_scale"])
     sharding.step.skips.counts.skipped = int(manifest.meta["skipped_steps"])
     sharding.lineage = dict.fromkeys(homes(path), manifest.step)
     topology.barrier()
-    return Loaded(path, manifest.step, extra, manifest.world_size, is_imported(manifest))
+    return Loaded(path, manifest.step, extra, manifest.world_size, folder.is_imported(manifest))
 
 
-def _manifest(path: Path, topology: Topology, *, asked_for: bool) -> Manifest:
+def _manifest(path: Path, topology: Topology, *, asked_for: bool) -> on_disk.Manifest:
     text = ""
     with topology.agreed("read the manifest"):
         if topology.is_root:
-            manifest = read_manifest(path)
-            wrong = misnamed(path, manifest)
+            manifest = folder.read_manifest(path)
+            wrong = folder.misnamed(path, manifest)
             if wrong and not asked_for:
                 raise CorruptCheckpoint(wrong)
             if wrong:
                 logger.warning("%s; loaded all the same, because it was asked for", wrong)
             text = manifest.to_json()
-    return Manifest.from_json(topology.broadcast_text(text))
+    return on_disk.Manifest.from_json(topology.broadcast_text(text))
 
 
 def _check_base(base: Base, sharding: Sharding, path: Path) -> None:
-    """Refuse trained parameters of another base. Collective over world."""
     found = Base.of(sharding)
     with sharding.topology.agreed("compare the base with the model's"):
         compared = base.check(found, path)
@@ -487,22 +458,16 @@ def _check_base(base: Base, sharding: Sharding, path: Path) -> None:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def _moved(runs: EvenRuns, rows: Sequence[Row], places: Mapping[str, int]) -> EvenRuns:
-    """The same elements by their places in the checkpoint, whose parameters may have another order.
-
-    Args:
-        runs: an entry for each of the first ``rows``.
-        rows: in this model's table.
-        places: of parameters in the checkpoint.
-    """
+def _moved(runs: EvenRuns, rows: Sequence[on_disk.Row], places: Mapping[str, int]) -> EvenRuns:
+    """The same elements by their places in the checkpoint; ``runs`` has an entry for each of the first ``rows``."""
     return runs.moved([places[row.name] - row.offset for row in rows[: len(runs)]])
 
 
 def _set_optimizer(
     sharding: Sharding,
-    manifest: Manifest,
+    manifest: on_disk.Manifest,
     inventory: Inventory,
-    elements: Elements,
+    elements: WholeElements,
     keys: Mapping[str, str],
 ) -> None:
     names = [row.name for row in manifest.table.owners if not row.frozen]
@@ -528,11 +493,11 @@ def _set_options(sharding: Sharding, groups: Sequence[Mapping[str, Any]]) -> Non
                 with torch.no_grad():
                     current.fill_(value)
             else:
-                group[name] = restored(value, current)
+                group[name] = states.restored(value, current)
 
 
-def _set_buffers(sharding: Sharding, manifest: Manifest, data: Tensor) -> None:
-    named = named_buffers(sharding.model)
+def _set_buffers(sharding: Sharding, manifest: on_disk.Manifest, data: Tensor) -> None:
+    named = states.named_buffers(sharding.model)
     begin = 0
     with torch.no_grad():
         for name, dtype, shape in manifest.meta["buffers"]:
@@ -542,7 +507,7 @@ def _set_buffers(sharding: Sharding, manifest: Manifest, data: Tensor) -> None:
             begin += nbytes
 
 
-def _set_streams(topology: Topology, manifest: Manifest, data: Tensor) -> None:
+def _set_streams(topology: Topology, manifest: on_disk.Manifest, data: Tensor) -> None:
     sizes = {name: int(size) for name, size in manifest.meta["rng"]}
     row = sum(sizes.values())
     # Tensor ranks go on with one stream, whoever had it when the checkpoint was saved: their masks must be equal.
@@ -551,13 +516,13 @@ def _set_streams(topology: Topology, manifest: Manifest, data: Tensor) -> None:
         return  # made of another program's weights: the caller's streams are the caller's
     # So were theirs when it was saved: one of them goes on with it now, the others would draw the same.
     if rank >= manifest.world_size or rank % int(manifest.meta.get("tensor", 1)):
-        streams.start_anew(zlib.crc32(data[:row].numpy().tobytes()) + rank)
+        states.start_anew(zlib.crc32(data[:row].numpy().tobytes()) + rank)
         return
-    states, begin = {}, rank * row
+    found, begin = {}, rank * row
     for name, size in sizes.items():
-        states[name] = data[begin : begin + size].numpy().copy()
+        found[name] = data[begin : begin + size].numpy().copy()
         begin += size
-    streams.restore(states)
+    states.restore(found)
 
 
 Given = Optimizer | Sequence[Optimizer] | None
@@ -586,9 +551,9 @@ def load(directory: str | Path, model: nn.Module, optimizer: Given = None) -> Lo
             differences.
     """
     state = given_sharding(model, optimizer)
-    found = load_newest_at(given_path(directory), state)
+    found = load_newest_at(folder.given_path(directory), state)
     if found is None:
-        error = ConfigError(f"{directory}: no checkpoint there; {GIVE}")
+        error = ConfigError(f"{directory}: no checkpoint there; {folder.GIVE}")
         error.agreed = True
         raise error
     return found
@@ -615,16 +580,3 @@ def given_sharding(model: nn.Module, optimizer: Given) -> Sharding:
         f"got {len(given)} optimizer(s), which are not the {len(own)} that this model was zeroified with "
         f"({', '.join(state.optimizers.classes)}, in this order); give those, or leave them out"
     )
-
-
-def load_newest_at(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded | None:
-    """``load_newest``, refused where loaded values would not stay. Collective over world."""
-    with sharding.topology.agreed("begin a load"):
-        if any(unit.whole.holds for unit in sharding.units):
-            raise StepError(
-                f"rank {sharding.topology.rank}: a load inside `with hpczero.gathered(model):` would be overwritten at "
-                "its end by the values gathered before; load outside of the block"
-            )
-    sharding.unfreezing.settle()
-    wait_for_left()  # it may be what is asked for
-    return load_newest(path, sharding, own=own)

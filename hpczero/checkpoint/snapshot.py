@@ -1,16 +1,12 @@
-"""What is to be written, as it was at one step.
-
-Owns: the parts of a checkpoint, and what its manifest says of them. Must not know: files, folders, who writes what.
-"""
+"""What is to be written, as it was at one step: the parts of a checkpoint, and what its manifest says of them."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import platform
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,35 +17,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpczero.checkpoint import states as streams
-from hpczero.checkpoint.disk.format import (
-    BUFFERS,
-    MASTER,
-    MOST,
-    NAMED,
-    RNG,
-    SEVERAL,
-    SLAB_NBYTES,
-    STATE,
-    Dataset,
-    Table,
-    is_text,
-)
+from hpczero.checkpoint import states
+from hpczero.checkpoint.disk import format as on_disk
 from hpczero.checkpoint.exchange import EvenRuns
 from hpczero.checkpoint.held import HeldElements, HeldPieces, ParameterPiece, ValuesHome
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.states import (
-    STATES,
-    KeptBuffer,
-    buffers_of,
-    check_equal,
-    extra_text,
-    named_buffers,
-    of_all_ranks,
-    options_of,
-    speaks_for,
-    states_of,
-)
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import shown
 from hpczero.options.environment import Environment
@@ -132,10 +104,7 @@ class Base:
         return {"held": self.held, "sums": dict(self.sums)}
 
     def check(self, found: Base, path: Path) -> bool:
-        """Refuse another base than this one, of the checkpoint ``path``.
-
-        Returns:
-            Whether the two could be compared.
+        """Refuse another base than this one, of the checkpoint ``path``. Returns whether the two could be compared.
 
         Raises:
             CheckpointMismatch: the message names the first parameters that differ.
@@ -144,7 +113,7 @@ class Base:
             odd = sorted(self.sums.keys() ^ found.sums.keys())
             raise CheckpointMismatch(
                 f"{path}: holds trained parameters alone, of a model in which other parameters were frozen: "
-                f"{_some(odd)}; train the same parameters, or load a checkpoint of all parameters"
+                f"{on_disk.some(odd)}; train the same parameters, or load a checkpoint of all parameters"
             )
         if self.held != found.held:
             return False
@@ -152,7 +121,7 @@ class Base:
         if odd:
             raise CheckpointMismatch(
                 f"{path}: holds trained parameters alone, and they belong to another base: {len(odd)} of "
-                f"{len(self.sums)} frozen parameters have other values here ({_some(odd)}); load the base model "
+                f"{len(self.sums)} frozen parameters have other values here ({on_disk.some(odd)}); load the base model "
                 "first that it was trained on"
             )
         return True
@@ -178,22 +147,14 @@ def _sum(values: Tensor, places: np.ndarray[Any, np.dtype[np.int64]]) -> np.uint
     return found
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
-
-
 @dataclass(frozen=True)
 class DatasetPart:
-    """What this rank brings to one dataset.
+    """What this rank brings to one dataset: which of its elements, and a call that gives them in that order.
 
-    Attributes:
-        dataset: the dataset, of all ranks.
-        held: elements of it that this rank has; each element is held by one rank.
-        values: gives these elements in that order, to be read slice by slice before the model changes.
+    They are to be read slice by slice before the model changes.
     """
 
-    dataset: Dataset
+    dataset: on_disk.Dataset
     held: EvenRuns
     values: Callable[[], HeldElements]
 
@@ -212,7 +173,7 @@ class Snapshot:
 
     step: int
     world_size: int
-    table: Table
+    table: on_disk.Table
     parts: tuple[DatasetPart, ...]
     meta: dict[str, Any] = field(default_factory=dict)
 
@@ -223,11 +184,12 @@ class Snapshot:
 
     def copied(self) -> Snapshot:
         """The snapshot with all values copied now, so that the model may change. Not collective."""
-        parts = []
-        for part in self.parts:
+
+        def copied(part: DatasetPart) -> DatasetPart:
             values = part.values()[0 : part.held.numel]
-            parts.append(DatasetPart(part.dataset, part.held, lambda values=values: values))  # type: ignore[misc]
-        return Snapshot(self.step, self.world_size, self.table, tuple(parts), self.meta)
+            return replace(part, values=lambda: values)
+
+        return replace(self, parts=tuple(map(copied, self.parts)))
 
 
 def take(
@@ -235,7 +197,7 @@ def take(
     *,
     step: int,
     extra: Mapping[str, Any],
-    slab_nbytes: int = SLAB_NBYTES,
+    slab_nbytes: int = on_disk.SLAB_NBYTES,
     inventory: Inventory | None = None,
 ) -> Snapshot:
     """Collect what a checkpoint holds; values are not read yet. Collective over world.
@@ -261,30 +223,34 @@ def take(
     sharding.step.agreement.replicas.check()
     inventory = inventory or Inventory.create(sharding)
     base = Base.of(sharding) if inventory.only_trained else None
-    buffers = buffers_of(sharding)
+    buffers = states.buffers_of(sharding)
     with topology.agreed("take a snapshot"):
         kinds = inventory.state_kinds()
         _check_names(buffers, inventory.table, kinds)
-        text = extra_text(extra)
-        states = states_of(sharding.model)
-    check_equal(topology, text)
+        text = states.extra_text(extra)
+        extra_states = states.states_of(sharding.model)
+    states.check_equal(topology, text)
     with topology.watchdog.collective("checkpoint: what the optimizers of all ranks keep"):
         found = topology.world.comm.allgather(kinds)
     kinds = _merge_kinds(found)
     with topology.watchdog.collective("checkpoint: numbers of the optimizer, random streams"):
         scalars = topology.world.comm.gather(inventory.scalars(kinds))
-        rng = topology.world.comm.gather(streams.capture())
-        all_states = topology.world.comm.gather(states)
+        rng = topology.world.comm.gather(states.capture())
+        all_states = topology.world.comm.gather(extra_states)
 
     table = inventory.table
     parts = [
         DatasetPart(
-            Dataset.of(MASTER, "<f4", table.numel, slab_nbytes), inventory.held, inventory.values
+            on_disk.Dataset.of(on_disk.MASTER, "<f4", table.numel, slab_nbytes),
+            inventory.held,
+            inventory.values,
         )
     ]
     for key in kinds:
         if kinds[key] == "elements":
-            dataset = Dataset.of(STATE + key, "<f4", table.trainable_numel, slab_nbytes)
+            dataset = on_disk.Dataset.of(
+                on_disk.STATE + key, "<f4", table.trainable_numel, slab_nbytes
+            )
             lengths = inventory.held_trainable
             parts.append(DatasetPart(dataset, lengths, partial(inventory.elements, key)))
     meta: dict[str, Any] = {}
@@ -292,7 +258,7 @@ def take(
         if scalars is not None:
             meta["optimizer"] = _optimizer(sharding, kinds, scalars, table)
     parts.append(_buffers_part(sharding, buffers, slab_nbytes))
-    row = sum(map(len, streams.capture().values()))
+    row = sum(map(len, states.capture().values()))
     root_only = EvenRuns.of([(0, topology.size * row)] if topology.is_root else [])
     rng_bytes = torch.from_numpy(
         np.concatenate([stream for rank in rng for stream in rank.values()])
@@ -301,21 +267,25 @@ def take(
     )
     parts.append(
         DatasetPart(
-            Dataset.of(RNG, "|u1", topology.size * row, slab_nbytes), root_only, lambda: rng_bytes
+            on_disk.Dataset.of(on_disk.RNG, "|u1", topology.size * row, slab_nbytes),
+            root_only,
+            lambda: rng_bytes,
         )
     )
     if topology.is_root:
         meta.update(
             {
                 "buffers": [[kept.name, kept.dtype, list(kept.shape)] for kept in buffers],
-                "rng": [[name, len(state)] for name, state in streams.capture().items()],
+                "rng": [[name, len(state)] for name, state in states.capture().items()],
                 "loss_scale": sharding.scaler.state(),
                 "skipped_steps": sharding.skipped_steps,
                 "stage": int(sharding.plan.stage),
                 "precision": sharding.precision.param,
                 **({META: base.to_json()} if base is not None else {}),
                 **({"tensor": topology.tensor.size} if topology.tensor.size > 1 else {}),
-                **({STATES: kept} if (kept := of_all_ranks(all_states or [])) else {}),
+                **(
+                    {states.STATES: kept} if (kept := states.of_all_ranks(all_states or [])) else {}
+                ),
                 **json.loads(text),
                 "provenance": _provenance(),
             }
@@ -325,8 +295,10 @@ def take(
 
 def _check_step(sharding: Sharding, step: int) -> None:
     with sharding.topology.agreed("look at the step"):
-        if type(step) is not int or not 0 <= step <= MOST:
-            raise ConfigError(f"save: got step {shown(step)}, expected a whole number, 0 to {MOST}")
+        if type(step) is not int or not 0 <= step <= on_disk.MOST:
+            raise ConfigError(
+                f"save: got step {shown(step)}, expected a whole number, 0 to {on_disk.MOST}"
+            )
     steps = sharding.topology.gather(float(step))
     odd = [rank for rank, other in enumerate(steps) if other != steps[0]]
     with sharding.topology.agreed("agree on the step"):
@@ -337,13 +309,14 @@ def _check_step(sharding: Sharding, step: int) -> None:
             )
 
 
-def _check_names(buffers: Sequence[KeptBuffer], table: Table, kinds: Mapping[str, str]) -> None:
-    """Refuse names that cannot be written to a file."""
+def _check_names(
+    buffers: Sequence[states.KeptBuffer], table: on_disk.Table, kinds: Mapping[str, str]
+) -> None:
     names = [("parameter", row.name) for row in table.rows]
     names += [("buffer", buffer.name) for buffer in buffers]
     names += [("optimizer state", key) for key in kinds]
     for what, name in names:
-        if type(name) is not str or not is_text(name):
+        if type(name) is not str or not on_disk.is_text(name):
             raise CheckpointError(
                 f"save: the {what} {shown(name)} has a name that is no text or holds half a character (a lone "
                 "surrogate), which no file can keep; give it another name"
@@ -366,7 +339,10 @@ def _merge_kinds(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _optimizer(
-    sharding: Sharding, kinds: Mapping[str, str], scalars: Sequence[Mapping[str, Any]], table: Table
+    sharding: Sharding,
+    kinds: Mapping[str, str],
+    scalars: Sequence[Mapping[str, Any]],
+    table: on_disk.Table,
 ) -> dict[str, Any] | None:
     """Class, options and numbers of all optimizers together; on world rank 0 only."""
     optimizers = sharding.optimizers
@@ -383,7 +359,7 @@ def _optimizer(
                     )
     groups = []
     for place, group in enumerate(optimizers.groups):
-        kept, left = options_of(group, place)
+        kept, left = states.options_of(group, place)
         groups.append(kept)
         for name, kind in left.items():
             sharding.advice.about_option(name, kind, place)
@@ -391,7 +367,9 @@ def _optimizer(
     several = (
         {}
         if len(counts) == 1
-        else {SEVERAL: [list(pair) for pair in zip(optimizers.classes, counts, strict=True)]}
+        else {
+            on_disk.SEVERAL: [list(pair) for pair in zip(optimizers.classes, counts, strict=True)]
+        }
     )
     return {
         "class": ", ".join(optimizers.classes),
@@ -402,12 +380,12 @@ def _optimizer(
     }
 
 
-def _sorted(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
+def _sorted(values: Mapping[str, Any], table: on_disk.Table) -> dict[str, Any]:
     """``values`` in the order of the model, whichever ranks they came from."""
     return {row.name: values[row.name] for row in table.owners if row.name in values}
 
 
-def compact(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
+def compact(values: Mapping[str, Any], table: on_disk.Table) -> dict[str, Any]:
     """The entries of all trainable parameters, as one entry ``*`` if they are equal."""
     trainable = sum(not row.frozen for row in table.owners if row.numel)
     distinct = set(values.values())
@@ -422,15 +400,15 @@ def expand(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _buffers_part(
-    sharding: Sharding, buffers: Sequence[KeptBuffer], slab_nbytes: int
+    sharding: Sharding, buffers: Sequence[states.KeptBuffer], slab_nbytes: int
 ) -> DatasetPart:
     """Persistent buffers of all stages, each from the first rank of its stage."""
     ends = np.cumsum([0, *(kept.nbytes for kept in buffers)], dtype=np.int64).tolist()
-    named = named_buffers(sharding.model)
+    named = states.named_buffers(sharding.model)
     places = [
         (kept, start)
         for kept, start in zip(buffers, ends[:-1], strict=True)
-        if kept.nbytes and speaks_for(sharding.topology, kept)
+        if kept.nbytes and states.speaks_for(sharding.topology, kept)
     ]
 
     def values() -> Tensor:
@@ -438,13 +416,15 @@ def _buffers_part(
         return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     held = EvenRuns.of([(start, start + kept.nbytes) for kept, start in places])
-    return DatasetPart(Dataset.of(BUFFERS, "|u1", ends[-1], slab_nbytes), held, values)
+    return DatasetPart(
+        on_disk.Dataset.of(on_disk.BUFFERS, "|u1", ends[-1], slab_nbytes), held, values
+    )
 
 
 def _provenance() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": on_disk.now(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,

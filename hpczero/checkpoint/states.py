@@ -6,9 +6,10 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from hpczero.checkpoint.disk import json_keys
 from hpczero.checkpoint.disk.format import MOST, plain_name
-from hpczero.checkpoint.disk.json_keys import (
-    Packed,
-    Unfit,
-    extra_fields,
-    extra_of,
-    is_mark,
-    marked,
-    unmarked,
-    within,
-)
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import parse_json, shown
 from hpczero.job.group import unlike
@@ -54,16 +46,12 @@ _ADVICE = "give numbers, texts, tensors of up to 1 MiB, lists, tuples and dictio
 
 
 def extra_text(extra: Mapping[str, Any]) -> str:
-    """Fields of the manifest that hold ``extra``, as JSON.
-
-    Raises:
-        ConfigError: JSON cannot hold a part of it.
-    """
+    """Fields of the manifest that hold ``extra``, as JSON. Raises ConfigError: JSON cannot hold a part of it."""
     try:
-        text = json.dumps(extra_fields(_packed(dict(extra))))
+        text = json.dumps(json_keys.extra_fields(_packed(dict(extra))))
         parse_json(text)  # nothing that could not be read again
         return text
-    except Unfit as error:
+    except json_keys.Unfit as error:
         raise ConfigError(
             f"save: extra cannot be written as JSON: extra{error.where} {error.what}; {_ADVICE}"
         ) from error
@@ -90,7 +78,7 @@ def check_equal(topology: Topology, text: str) -> None:
 
 def _lines(value: Any, where: str) -> Iterator[str]:
     """A text of each value in dictionaries of dictionaries, with the way to it."""
-    if isinstance(value, dict) and value and not is_mark(value):
+    if isinstance(value, dict) and value and not json_keys.is_mark(value):
         for key, part in value.items():
             yield from _lines(part, f"{where}[{key!r}]")
     else:
@@ -98,12 +86,8 @@ def _lines(value: Any, where: str) -> Iterator[str]:
 
 
 def loaded_extra(meta: Mapping[str, Any], path: Path) -> dict[Any, Any]:
-    """``extra`` as it was given to the save of ``path``.
-
-    Raises:
-        CorruptCheckpoint: a tensor in it is none.
-    """
-    found: dict[Any, Any] = _unpacked(extra_of(meta), path)
+    """``extra`` as it was given to the save of ``path``. Raises CorruptCheckpoint: a tensor in it is none."""
+    found: dict[Any, Any] = _unpacked(json_keys.extra_of(meta), path)
     return found
 
 
@@ -119,10 +103,14 @@ def states_of(model: nn.Module) -> dict[str, Any]:
     found = {}
     for name, module in _with_state(model).items():
         try:
-            found[name] = marked(_packed(module.get_extra_state()))
+            found[name] = json_keys.marked(_packed(module.get_extra_state()))
             parse_json(json.dumps(found[name]))
-        except (Unfit, ValueError, RecursionError) as error:
-            what = f"{error.where} {error.what}" if isinstance(error, Unfit) else f": {error}"
+        except (json_keys.Unfit, ValueError, RecursionError) as error:
+            what = (
+                f"{error.where} {error.what}"
+                if isinstance(error, json_keys.Unfit)
+                else f": {error}"
+            )
             raise CheckpointError(
                 f"save: get_extra_state() of the module {name!r} ({type(module).__name__}) cannot be kept: "
                 f"state{what}; {_ADVICE}"
@@ -172,7 +160,7 @@ def loaded_states(
                 *(path, ", ".join(several), count, topology.size, count),
             )
     return [
-        (module, _unpacked(unmarked(values[topology.rank % len(values)], "tuples"), path))
+        (module, _unpacked(json_keys.unmarked(values[topology.rank % len(values)], "tuples"), path))
         for name, module in modules.items()
         if (values := saved.get(name))
     ]
@@ -192,33 +180,37 @@ def _with_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _packed(value: Any) -> Any:
-    """The value with bytes for tensors.
-
-    Raises:
-        Unfit: a tensor is too large, or its elements do not lie one after the other.
-    """
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
-            raise Unfit(f"is a tensor without plain elements ({value.layout}, {value.device})")
+            raise json_keys.Unfit(
+                f"is a tensor without plain elements ({value.layout}, {value.device})"
+            )
         if value.nbytes > MOST_NBYTES:
-            raise Unfit(
+            raise json_keys.Unfit(
                 f"is a tensor of {value.nbytes:,} bytes, more than the {MOST_NBYTES:,} for which there is room here: "
                 "make it a buffer of the model"
             )
         dtype = str(value.dtype).removeprefix("torch.")
-        return Packed(dtype, tuple(value.shape), bytes_of(value.detach().cpu()).numpy().tobytes())
-    if isinstance(value, dict) and not isinstance(value, Counter):
-        return {key: within(key, _packed, part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [within(index, _packed, part) for index, part in enumerate(value)]
-        return tuple(parts) if isinstance(value, tuple) else parts
+        return json_keys.Packed(
+            dtype, tuple(value.shape), bytes_of(value.detach().cpu()).numpy().tobytes()
+        )
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return value.item()  # a best loss, say: it comes back as Python's
+    return _mapped(value, _packed)
+
+
+def _mapped(value: Any, act: Callable[[Any], Any]) -> Any:
+    """A dictionary, list or tuple of what ``act`` makes of its parts; any other value as it is."""
+    if isinstance(value, dict) and not isinstance(value, Counter):
+        return {key: json_keys.within(key, act, part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [json_keys.within(index, act, part) for index, part in enumerate(value)]
+        return tuple(parts) if isinstance(value, tuple) else parts
     return value
 
 
 def _unpacked(value: Any, path: Path) -> Any:
-    if isinstance(value, Packed):
+    if isinstance(value, json_keys.Packed):
         dtype = getattr(torch, value.dtype, None)
         numel = prod(value.shape)
         if not isinstance(dtype, torch.dtype) or numel * dtype.itemsize != len(value.data):
@@ -228,12 +220,7 @@ def _unpacked(value: Any, path: Path) -> Any:
         if not numel:
             return torch.empty(value.shape, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(value.data), dtype=dtype).view(value.shape)
-    if isinstance(value, list | tuple):
-        parts = [_unpacked(part, path) for part in value]
-        return tuple(parts) if isinstance(value, tuple) else parts
-    if isinstance(value, dict) and not isinstance(value, Counter):
-        return {key: _unpacked(part, path) for key, part in value.items()}
-    return value
+    return _mapped(value, partial(_unpacked, path=path))
 
 
 _OF_THIS_RANK = ("params", "param_names")  # of these ranks differ
@@ -256,13 +243,13 @@ def options_of(group: Mapping[str, Any], place: int) -> tuple[dict[str, Any], di
         if name in _OF_THIS_RANK:
             continue
         try:
-            kept[name] = marked(_plain(value))
+            kept[name] = json_keys.marked(_plain(value))
         except _NoData as error:
             left[name] = str(error)
-        except (Unfit, RecursionError) as error:
+        except (json_keys.Unfit, RecursionError) as error:
             what = (
                 f"{error.where} {error.what}"
-                if isinstance(error, Unfit)
+                if isinstance(error, json_keys.Unfit)
                 else " is nested too deeply"
             )
             raise CheckpointError(
@@ -275,13 +262,17 @@ def options_of(group: Mapping[str, Any], place: int) -> tuple[dict[str, Any], di
 def _plain(value: Any) -> Any:
     """A value with Python's own numbers instead of a library's."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
-        number = value.item() if _count(value) == 1 else None
+        count = value.numel() if isinstance(value, Tensor) else value.size
+        number = value.item() if count == 1 else None
         if isinstance(number, bool | int | float):
             return _plain(number)
     elif isinstance(value, dict):
-        return {_plain_key(key): within(key, _plain, part) for key, part in value.items()}
+        return {
+            key.item() if isinstance(key, np.generic) else key: json_keys.within(key, _plain, part)
+            for key, part in value.items()
+        }
     elif isinstance(value, list | tuple):
-        return [within(index, _plain, part) for index, part in enumerate(value)]
+        return [json_keys.within(index, _plain, part) for index, part in enumerate(value)]
     elif (
         value is None
         or isinstance(value, bool | float | str)
@@ -289,16 +280,8 @@ def _plain(value: Any) -> Any:
     ):
         return value
     if isinstance(value, _DATA):
-        raise Unfit(f"is {_described(value)}")
+        raise json_keys.Unfit(f"is {_described(value)}")
     raise _NoData(type(value).__name__)
-
-
-def _plain_key(key: Any) -> Any:
-    return key.item() if isinstance(key, np.generic) else key
-
-
-def _count(value: Any) -> int:
-    return value.numel() if isinstance(value, Tensor) else value.size
 
 
 def _described(value: Any) -> str:
@@ -317,33 +300,23 @@ def fits(saved: object, current: object) -> bool:
             and len(saved) == len(current)
             and all(map(fits, saved, current))
         )
-    if isinstance(current, Tensor):
-        return type(saved) in (int, float) and _holds(current, saved)
-    if isinstance(current, np.ndarray | np.generic):
-        return isinstance(saved, bool | int | float) and _becomes(saved, current.dtype)
+    if isinstance(current, Tensor | np.ndarray | np.generic):
+        with suppress(RuntimeError, TypeError, ValueError, OverflowError):  # beyond its dtype
+            if isinstance(current, Tensor):
+                torch.full_like(current, saved)  # type: ignore[arg-type]  # a number
+                return type(saved) in (int, float)
+            current.dtype.type(saved)
+            return isinstance(saved, bool | int | float)
+        return False
     if type(current) in (int, float):
         # Infinity and NaN are options, too: of a limit that nobody has set.
         return type(saved) is float or (type(saved) is int and -MOST <= saved <= MOST)
     return True
 
 
-def _holds(tensor: Tensor, value: object) -> bool:
-    with suppress(RuntimeError, OverflowError):  # beyond the range of its dtype
-        torch.full_like(tensor, value)  # type: ignore[arg-type]  # a number
-        return True
-    return False
-
-
-def _becomes(value: object, dtype: np.dtype[Any]) -> bool:
-    with suppress(TypeError, ValueError, OverflowError):
-        dtype.type(value)
-        return True
-    return False
-
-
 def restored(saved: Any, current: Any) -> Any:
     """The saved value with the types that ``current`` has at the same places; other places stay as JSON has them."""
-    return _as(unmarked(saved), current)
+    return _as(json_keys.unmarked(saved), current)
 
 
 def _as(value: Any, current: Any) -> Any:
@@ -496,11 +469,7 @@ def _own(sharding: Sharding, stage: int) -> list[KeptBuffer]:
 
 
 def _merged(stages: Sequence[Sequence[KeptBuffer]], names: Sequence[str]) -> list[KeptBuffer]:
-    """Each once, where its module's parameters come in ``names``: a stage may have blocks 0 and 2.
-
-    Raises:
-        CheckpointError: two stages have one of a name with other shapes or dtypes.
-    """
+    """Each once, where its module's parameters come in ``names``: a stage may have blocks 0 and 2."""
     first: dict[str, int] = {}  # parameter of a module and what is in it
     for index, name in enumerate(names):
         for prefix in _prefixes(name):

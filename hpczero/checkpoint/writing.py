@@ -1,26 +1,21 @@
-"""Writing a checkpoint: the protocol.
-
-Owns: the order of a save, and that it ends in a whole checkpoint or in none, on all ranks alike. Must not know: models.
+"""Writing a checkpoint: the order of a save, which ends in a whole checkpoint or in none, on all ranks alike.
 
     room? | hidden folder, file made by rank 0 | rounds: shards to slabs, digest, write | close, fsync
           | digests to rank 0, manifest | rename | retention
 
-[Note: Errors]
-Every stage ends in an agreement. If it fails on any rank, all ranks raise the same error. What was written by then is a
-hidden folder, which does not count as a checkpoint.
+Every stage ends in an agreement. If a stage fails on any rank, all ranks raise the same error. What was written by then
+is a hidden folder, which does not count as a checkpoint.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import json
 import logging
 import os
 import shutil
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -36,9 +31,9 @@ from typing_extensions import override
 
 from hpczero.checkpoint.disk import h5file
 from hpczero.checkpoint.disk.folder import Folder
-from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, Manifest, digest
+from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, digest
 from hpczero.checkpoint.disk.lines import strangers
-from hpczero.checkpoint.disk.rawfile import rest_digest, start_writeback, write_at, write_direct
+from hpczero.checkpoint.disk.rawfile import manifest_of, start_writeback, write_at, write_direct
 from hpczero.checkpoint.exchange import DatasetExchange
 from hpczero.checkpoint.snapshot import DatasetPart, Snapshot
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError, is_out_of_memory
@@ -50,12 +45,12 @@ from hpczero.options.environment import Environment
 #
 # [Note: No join]
 # An exception of a signal handler in ``Thread.join`` has Python 3.11 take the thread for ended (bpo-45274), also when
-# the interpreter ends. Who waits here waits for an event.
+# the interpreter ends. Who waits here waits for a future.
 
 logger = logging.getLogger("hpczero.checkpoint")
 
-_begun: set[threading.Event] = set()  # the ends of all writes under way
-_left: list[threading.Event] = []  # the ends of writes that nobody waits for
+_begun: set[Future[Path]] = set()  # all writes under way
+_left: list[Future[None]] = []  # the ends of writes that nobody waits for
 
 
 class BackgroundWrite:
@@ -65,99 +60,72 @@ class BackgroundWrite:
         """Not collective."""
         self._topology = topology
         self._own: Topology | None = None
-        self._thread: threading.Thread | None = None
-        self._over = threading.Event()  # all that the thread does; see [Note: No join]
-        self._path: Path | None = None
-        self._error: BaseException | None = None
-        self._guard = threading.Lock()
-        self._ended = self._told = False
-        self._then: Callable[[], None] | None = None
+        self._write: Future[Path] | None = None  # until it is finished; see [Note: No join]
+        self._told = False  # of its error
 
     @property
     def busy(self) -> bool:
         """Whether a write has been started and not been finished."""
-        return self._thread is not None
+        return self._write is not None
 
     @property
     def done(self) -> bool:
         """Whether nothing is left to wait for on this rank."""
-        return self.busy and self._over.is_set()
+        return self._write is not None and self._write.done()
 
     def start(self, work: Callable[[Topology], Path]) -> None:
         """Start a write. Collective over world the first time."""
         if self._own is None:
             self._own = replace(self._topology, world=self._topology.world.beside())
             atexit.register(self._tell_unheard)
-        own, over = self._own, threading.Event()
-        self._over = over
-        _begun.add(over)
+        own, write = self._own, Future[Path]()
+        self._write, self._told = write, False
+        _begun.add(write)
+        write.add_done_callback(_begun.discard)
         before_finalize(_wait_for_begun)  # HDF5 is loaded by now
-        self._ended, self._told, self._then = False, False, None
-
-        def run() -> None:
-            try:
-                self._path = work(own)
-            except BaseException as error:
-                self._error = error
-            with self._guard:
-                self._ended = True
-                then = self._then
-            try:
-                if then is not None:
-                    self._end_alone(then)
-            finally:
-                over.set()
-                _begun.discard(over)
-
         # Not a daemon: a program that ends without ``close`` still ends with a whole checkpoint.
-        self._thread = threading.Thread(target=run, name="hpczero-checkpoint")
+        thread = threading.Thread(target=settle, args=(write, work, own), name="hpczero-checkpoint")
         try:
-            self._thread.start()
+            thread.start()
         except RuntimeError:  # the system has no thread to give; peers are in the write
-            run()
+            settle(write, work, own)
 
     def leave(self, then: Callable[[], None]) -> None:
         """Go on without a caller who waits; ``then`` is called at the end. Not collective.
 
         Peers write their parts on threads too, so the write ends as long as they live. The communicator is not freed.
         """
-        assert self._thread is not None, "busy"
-        with self._guard:
-            ended = self._ended
-            self._then = then
-        if ended:
-            self._end_alone(then)
-        else:
-            _left.append(self._over)
+        assert self._write is not None, "busy"
+        over: Future[None] = Future()
+        _left.append(over)
 
-    def _end_alone(self, then: Callable[[], None]) -> None:
-        if self._error is not None and self._own is not None and self._own.is_root:
-            logger.warning("the save in flight when an exception came has failed: %s", self._error)
+        def end(write: Future[Path]) -> None:
+            self._warn("when an exception came")
+            settle(over, then)
+
+        self._write.add_done_callback(end)
+
+    def _warn(self, when: str) -> None:
+        error = self._write.exception() if self.done and self._write is not None else None
+        if error is not None and not self._told and self._own is not None and self._own.is_root:
+            logger.warning("the save in flight %s has failed: %s", when, error)
         self._told = True
-        then()
 
-    def finish(self) -> Path | None:
+    def _tell_unheard(self) -> None:
+        self._warn("when the program ended")
+
+    def finish(self) -> Path:
         """Wait for the thread of this rank. Not collective, but the thread's work is.
 
         Raises:
             CheckpointError: what the write raised.
         """
-        assert self._thread is not None, "busy"
-        self._over.wait()
-        self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            if isinstance(error, CheckpointError):
-                raise type(error)(str(error)) from error
-            raise error
-        return self._path
-
-    def _tell_unheard(self) -> None:
-        """At the program's end: a write has failed, and nobody has waited for it."""
-        if self._error is None or self._told or self._own is None:
-            return
-        if self._own.is_root:
-            logger.warning("the save in flight when the program ended has failed: %s", self._error)
+        assert self._write is not None, "busy"
+        error = self._write.exception()
+        write, self._write = self._write, None
+        if isinstance(error, CheckpointError):
+            raise type(error)(str(error)) from error
+        return write.result()
 
     def close(self) -> None:
         """Free the communicator, once nothing is written. Collective over world."""
@@ -167,63 +135,72 @@ class BackgroundWrite:
             self._own = None
 
 
+def settle(future: Future[Any], work: Callable[..., Any], *args: Any) -> None:
+    """Give ``future`` what ``work(*args)`` returns or raises."""
+    try:
+        future.set_result(work(*args))
+    except BaseException as error:
+        future.set_exception(error)
+
+
 def wait_for_left() -> None:
     """Return when all writes that were left are done or have failed. Not collective."""
     while _left:
-        _left[-1].wait()
+        _left[-1].exception()
         _left.pop()
 
 
 def _wait_for_begun() -> None:
-    for over in list(_begun):
-        over.wait()
+    for write in list(_begun):
+        write.exception()
 
 
-# Two ways to fill the datasets of a checkpoint's file from all ranks.
-#
-# Owns: MPI-IO and its traps. Must not know: what the file has, the order of a save (h5file.py: [Note: One rank makes
-# the file]).
+# Two ways to fill the datasets of a checkpoint's file from all ranks: through MPI-IO, or at offsets (h5file.py: [Note:
+# One rank makes the file]).
 
 Array = npt.NDArray[Any]
 
 
-class Writer(ABC):
-    """Fills datasets of a file that ``create`` made."""
+class Writer:
+    """Fills datasets of a file that ``h5file.create`` made."""
 
-    @abstractmethod
     def __init__(self, path: Path) -> None:
         """Open the file on this rank. Not collective: one rank may fail alone."""
+        self._descriptor = os.open(path, os.O_RDWR)
 
     def join(self, comm: MPI.Intracomm) -> None:
         """Do what all ranks must do together before the first write, once each has opened the file.
 
         Collective over ``comm``, which is borrowed.
         """
-        return
 
-    @abstractmethod
     def write(self, dataset: Dataset, start: int, data: Array) -> None:
         """Write elements of ``dataset`` from ``start`` on; none is allowed.
 
         All ranks make the same number of calls in the same order. ``data`` belongs to the writer from then on.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def close(self) -> None:
         """Return when everything is on the disk. Collective."""
+        os.fsync(self._descriptor)
+        self.abandon()
 
     def abandon(self) -> None:
         """Give up without a collective call, after something failed here or on another rank."""
-        return
+        # Once: the number may be that of another thread's file by now.
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class MpioWriter(Writer):
-    """h5py's ``mpio`` driver: collective MPI-IO."""
+    """h5py's ``mpio`` driver: collective MPI-IO. The descriptor is of this node's cache of the file."""
 
     @override
     def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY)  # of this node's cache of the file
 
     @override
     def join(self, comm: MPI.Intracomm) -> None:
@@ -250,30 +227,20 @@ class MpioWriter(Writer):
     def close(self) -> None:
         self._file.flush()
         self._file.close()
-        os.fsync(self._descriptor)  # HDF5 writes again after its own sync
-        self.abandon()
-
-    @override
-    def abandon(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        super().close()  # HDF5 writes again after its own sync
 
 
 class PosixWriter(Writer):
-    """``pwrite`` at the offsets of the datasets: no MPI-IO, and any thread may call it.
+    """``pwrite`` at the offsets of the datasets, past the kernel's cache where the file system allows it.
 
-    It writes on a thread of its own, one piece at a time, while the caller makes the next piece. File systems let one
-    rank at a time write to a file, and the others need not wait for that. The next call raises an error of the write.
-    Whole pages go past the kernel's cache if the file system allows it; docs/performance.md has the gain.
-
-    The thread is a plain one: executors take no more work once the program's last line is done, when a save in the
-    background may still be under way.
+    A thread writes one piece at a time, while the caller makes the next piece: file systems let one rank at a time
+    write to a file. The next call raises an error of the write. The thread is a plain one: executors take no more work
+    once the program's last line is done, when a save in the background may still be under way.
     """
 
     @override
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR)
+        super().__init__(path)
         self._direct = open_direct(path)
         self._thread: threading.Thread | None = None  # of the last piece
         self._last: Future[None] | None = None  # until somebody has waited for it
@@ -281,26 +248,15 @@ class PosixWriter(Writer):
     @override
     def write(self, dataset: Dataset, start: int, data: Array) -> None:
         self._wait()
-        offset = dataset.offset + start * dataset.itemsize
-        self._last = Future()
-        self._thread = threading.Thread(
-            target=self._settle, args=(self._last, offset, data), name="hpczero-pwrite"
-        )
+        last: Future[None] = Future()
+        work = (last, self._write, dataset.offset + start * dataset.itemsize, data)
+        self._last = last
+        self._thread = threading.Thread(target=settle, args=work, name="hpczero-pwrite")
         try:
             self._thread.start()
-        except (
-            RuntimeError
-        ):  # the system gives no thread; from Python 3.12 on also after a program's last line
+        except RuntimeError:  # no thread is to be had; from Python 3.12 on also after the last line
             self._thread = None
-            self._settle(self._last, offset, data)
-
-    def _settle(self, written: Future[None], offset: int, data: Array) -> None:
-        try:
-            self._write(offset, data)
-        except BaseException as error:  # raised by ``_wait``
-            written.set_exception(error)
-        else:
-            written.set_result(None)
+            settle(*work)
 
     def _write(self, offset: int, data: Array) -> None:
         done = 0 if self._direct is None else write_direct(self._direct, offset, data)
@@ -317,25 +273,20 @@ class PosixWriter(Writer):
     @override
     def close(self) -> None:
         self._wait()
-        os.fsync(self._descriptor)
-        self.abandon()
+        super().close()
 
     @override
     def abandon(self) -> None:
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
-        # Once: the number may be that of another thread's file by now.
-        descriptors, self._descriptor, self._direct = [self._descriptor, self._direct], -1, None
-        for descriptor in descriptors:
-            if descriptor is not None and descriptor >= 0:
-                os.close(descriptor)
+        direct, self._direct = self._direct, None
+        if direct is not None:
+            os.close(direct)
+        super().abandon()
 
 
 def _writes_wrong_bytes() -> bool:
-    """Whether MPI-IO is the OMPIO of an Open MPI that can silently corrupt what parallel HDF5 writes.
-
-    Source: open-mpi/ompi#12718; repaired in 4.1.7 and 5.0.6.
-    """
+    """Whether this is OMPIO of an Open MPI that corrupts parallel HDF5 (open-mpi/ompi#12718, up to 4.1.6 and 5.0.5)."""
     vendor, version = MPI.get_vendor()
     if vendor != "Open MPI" or version >= (5, 0, 6) or (4, 1, 7) <= version < (5, 0, 0):
         return False
@@ -344,46 +295,25 @@ def _writes_wrong_bytes() -> bool:
 
 
 # File systems that serve many nodes, by their names in /proc/mounts.
-PARALLEL = frozenset(
-    {
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "panfs",
-        "pvfs2",
-        "orangefs",
-        "daos",
-        "fuse.daos",
-        "wekafs",
-        "ceph",
-    }
-)
+PARALLEL = {"lustre", "gpfs", "beegfs", "panfs", "pvfs2", "orangefs"}
+PARALLEL |= {"daos", "fuse.daos", "wekafs", "ceph"}
 
 WRITERS: dict[str, type[Writer]] = {"mpio": MpioWriter, "posix": PosixWriter}
 
 
 def automatic(file: Path, *, reserved: bool) -> str:
-    """What ``auto`` means for ``file``. Not collective: one rank asks.
+    """What ``auto`` means for an existing ``file``. Not collective: one rank asks.
 
-    It is MPI-IO if MPI-IO knows the file system and is safe there. It then locks and cuts by the file system's own
-    stripes. It is not safe if the disk may fill up in the middle of a write: it may hang then. On file systems that it
-    does not know it does what ``posix`` does, through the kernel's cache, and takes several times as long
+    It is MPI-IO if MPI-IO knows the file system and is safe there: it may hang if the disk fills up in the middle of a
+    write, so all room must be ``reserved``. On other file systems MPI-IO takes several times as long as ``posix``
     (docs/performance.md).
-
-    Args:
-        file: exists.
-        reserved: whether the file system keeps room for all of it.
     """
     fits = bool(h5py.get_config().mpi) and reserved and filesystem_of(file) in PARALLEL
     return "mpio" if fits and not _writes_wrong_bytes() else "posix"
 
 
 def writer_for(name: str) -> type[Writer]:
-    """The writer called ``mpio`` or ``posix``.
-
-    Raises:
-        CheckpointError: ``mpio`` with an h5py that does not have it.
-    """
+    """The writer called ``mpio`` or ``posix``. Raises CheckpointError: ``mpio`` with an h5py that does not have it."""
     if name == "mpio" and not h5py.get_config().mpi:
         raise CheckpointError(
             "h5py was built without MPI, so there is no mpio writer; build it against parallel HDF5 (docs/install.md), "
@@ -444,7 +374,14 @@ def write(
         with _stage(topology, "commit the checkpoint"):
             target = folder.path
             if topology.is_root:
-                manifest = _manifest(snapshot, temporary / STATE_FILE, written)
+                manifest = manifest_of(
+                    temporary / STATE_FILE,
+                    written,
+                    step=snapshot.step,
+                    world_size=snapshot.world_size,
+                    table=snapshot.table,
+                    meta=snapshot.meta,
+                )
                 at("digested")
                 still_ours()
                 others = strangers(
@@ -480,27 +417,8 @@ def _create_file(snapshot: Snapshot, folder: Path, writer: str) -> tuple[str, li
     return writer, [asdict(dataset) for dataset in datasets]
 
 
-def _manifest(snapshot: Snapshot, state: Path, written: list[Dataset]) -> Manifest:
-    """The manifest of the state file as it lies on the disk, on rank 0."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    return Manifest(
-        step=snapshot.step,
-        created=now.isoformat(timespec="seconds"),
-        world_size=snapshot.world_size,
-        table=snapshot.table,
-        datasets=tuple(written),
-        file_nbytes=state.stat().st_size,
-        rest=rest_digest(state, written),
-        meta=snapshot.meta,
-    )
-
-
 def _write_parts(
-    parts: list[DatasetPart],
-    path: Path,
-    topology: Topology,
-    kind: type[Writer],
-    at: Milestone,
+    parts: list[DatasetPart], path: Path, topology: Topology, kind: type[Writer], at: Milestone
 ) -> list[Dataset]:
     """Fill the datasets, and return them with their digests, complete on rank 0. Collective over world."""
     writer: Writer | None = None
@@ -509,10 +427,7 @@ def _write_parts(
         # Two stages: a rank that cannot open it must not leave the others waiting in MPI-IO.
         with _stage(topology, "open the file"):
             writer = kind(path)
-        with (
-            topology.watchdog.collective("checkpoint: opening the file"),
-            _stage(topology, "join in"),
-        ):
+        with _stage(topology, "join in", collective="opening the file"):
             writer.join(topology.world.comm)
         for part in parts:
             dataset = part.dataset
@@ -528,20 +443,15 @@ def _write_parts(
                 slabs = exchange.to_slabs(values, windows).numpy()
                 del values
                 data = slabs if dataset.dtype != "|u1" else slabs.astype(np.uint8, copy=False)
-                with (
-                    topology.watchdog.collective(f"checkpoint: writing {dataset.name}"),
-                    _stage(topology, f"write {dataset.name}"),
-                ):
+                what = f"write {dataset.name}"
+                with _stage(topology, what, collective=f"writing {dataset.name}"):
                     for start in range(0, len(data), dataset.slab_numel):
                         digests.append(digest(data[start : start + dataset.slab_numel]))
                     writer.write(dataset, window.start, data)
             del held  # with windows of a tier
             mine.append(digests)
             at(f"wrote {dataset.name}")
-        with (
-            topology.watchdog.collective("checkpoint: closing the file"),
-            _stage(topology, "close it"),
-        ):
+        with _stage(topology, "close it", collective="closing the file"):
             writer.close()
         at("closed")
     except BaseException:
@@ -560,9 +470,12 @@ def _write_parts(
 
 
 @contextlib.contextmanager
-def _stage(topology: Topology, what: str):  # type: ignore[no-untyped-def]  # as topology.agreed
+def _stage(topology: Topology, what: str, *, collective: str = ""):  # type: ignore[no-untyped-def]  # as agreed
     """``topology.agreed``, in which an error of the system becomes a CheckpointNotWritten."""
-    with topology.agreed(what):
+    with contextlib.ExitStack() as stack:
+        if collective:
+            stack.enter_context(topology.watchdog.collective(f"checkpoint: {collective}"))
+        stack.enter_context(topology.agreed(what))
         try:
             yield
         except (

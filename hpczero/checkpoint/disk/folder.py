@@ -1,11 +1,8 @@
-"""The folder of checkpoints: what is in it, how a checkpoint comes in, how old ones go.
+"""The folder of checkpoints: what is in it, how a checkpoint comes in, how old checkpoints go. One rank does all of it.
 
-Owns: names, the commit, retention. Must not know: MPI, HDF5, models. One rank does all of it.
-
-A checkpoint is a folder ``step-...`` whose manifest states its own digest; nothing else counts as one. A save writes
-into a hidden folder, and one rename brings it in. A checkpoint that is to go is renamed first, so half a folder never
-has a name that counts. What is not of the line that is saved goes to the side (``lines.py``). Files and folders that
-are not ours are left alone.
+A checkpoint is a folder ``step-...`` whose manifest states its own digest; nothing else counts as a checkpoint. A save
+writes into a hidden folder, and one rename brings it in. A checkpoint that is to go is renamed first, so half a folder
+never has a name that counts. Files and folders that are not ours are left alone.
 """
 
 from __future__ import annotations
@@ -21,14 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpczero.checkpoint.disk import format as on_disk
 from hpczero.checkpoint.disk import lines
-from hpczero.checkpoint.disk.format import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    Manifest,
-    step_folder,
-    step_of_folder,
-)
 from hpczero.checkpoint.disk.lines import REPLACED, TEMPORARY, asides, step_of
 from hpczero.checkpoint.disk.rawfile import opened
 from hpczero.errors import (
@@ -44,37 +35,6 @@ from hpczero.files.regular import is_there, kind_of, read_text, reason, shown
 
 SPARE_NBYTES = 64 * 2**20
 SHOWN = 10  # of a unit, at least: less of it is shown in a smaller one
-
-
-def check_room(folder: Path, nbytes: int) -> None:
-    """Refuse a save of ``nbytes`` that cannot succeed.
-
-    Args:
-        folder: made if it does not exist.
-        nbytes: size of the checkpoint in bytes.
-
-    Raises:
-        CheckpointNotWritten: the folder cannot be written, or there is no room.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{secrets.token_hex(4)}"
-        probe.touch(exist_ok=False)
-        probe.unlink()
-        system = os.statvfs(folder)
-    except OSError as error:
-        raise CheckpointNotWritten(
-            f"{folder}: cannot be written ({os.strerror(error.errno or 0)}); check the path, its permissions "
-            "and the quota"
-        ) from error
-    free = system.f_bavail * system.f_frsize
-    needed = int(nbytes * 1.05) + min(nbytes, SPARE_NBYTES)
-    if free < needed:
-        there, wanted = in_one_unit(free, needed)
-        raise CheckpointNotWritten(
-            f"{folder}: {there} are free and the checkpoint needs {wanted}; free some, keep fewer "
-            "(--checkpoint.keep), or use another folder"
-        )
 
 
 def in_one_unit(free: int, needed: int) -> tuple[str, str]:
@@ -115,7 +75,11 @@ class Folder:
         named = [entry for entry in self._entries() if step_of(entry.name) is not None]
         try:  # what nobody can look at is not taken for gone: a run would go on without it
             hidden = lines.hidden(self.path)
-            found = [entry for entry in named if entry.name not in hidden and _is_folder(entry)]
+            found = [
+                entry
+                for entry in named
+                if entry.name not in hidden and kind_of(entry) == "a directory"
+            ]
         except OSError as error:
             raise _unreadable(self.path, error) from error
         return sorted(found, key=lambda entry: (*_order(entry), entry.name), reverse=True)
@@ -128,7 +92,7 @@ class Folder:
         except OSError as error:
             raise _unreadable(self.path, error) from error
 
-    def valid(self) -> Iterator[tuple[Path, Manifest]]:
+    def valid(self) -> Iterator[tuple[Path, on_disk.Manifest]]:
         """Checkpoints whose manifest and file size are right, newest first; their data is not read."""
         for path in self.candidates():
             with suppress(CorruptCheckpoint, CheckpointMismatch):
@@ -139,36 +103,49 @@ class Folder:
     # --- one comes in
 
     def check_room(self, nbytes: int) -> None:
-        """Refuse a save that cannot succeed, before anything is written.
+        """Refuse a save of ``nbytes`` that cannot succeed; the folder is made if it does not exist.
 
         Raises:
-            CheckpointNotWritten: the folder cannot be written, or has no room for ``nbytes``.
+            CheckpointNotWritten: the folder cannot be written, or there is no room.
         """
-        check_room(self.path, nbytes)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe-{secrets.token_hex(4)}"
+            probe.touch(exist_ok=False)
+            probe.unlink()
+            system = os.statvfs(self.path)
+        except OSError as error:
+            raise CheckpointNotWritten(
+                f"{self.path}: cannot be written ({os.strerror(error.errno or 0)}); check the path, its permissions "
+                "and the quota"
+            ) from error
+        free = system.f_bavail * system.f_frsize
+        needed = int(nbytes * 1.05) + min(nbytes, SPARE_NBYTES)
+        if free < needed:
+            there, wanted = in_one_unit(free, needed)
+            raise CheckpointNotWritten(
+                f"{self.path}: {there} are free and the checkpoint needs {wanted}; free some, keep fewer "
+                "(--checkpoint.keep), or use another folder"
+            )
 
     def begin(self, step: int) -> Path:
         """Make a hidden folder for ``step``."""
-        path = self.path / f".tmp-{step_folder(step)}-{secrets.token_hex(4)}"
+        path = self.path / f".tmp-{on_disk.step_folder(step)}-{secrets.token_hex(4)}"
         path.mkdir()
         return path
 
     def commit(
         self,
         temporary: Path,
-        manifest: Manifest,
+        manifest: on_disk.Manifest,
         *,
         others: Sequence[Path] = (),
         at: Callable[[str], None] = lambda name: None,
     ) -> Path:
-        """Make what lies in ``temporary`` the checkpoint of its step.
+        """Make what lies in ``temporary`` the checkpoint of its step, by one rename.
 
-        It counts from one rename on, and is never half there.
-
-        Args:
-            temporary: from ``begin``.
-            manifest: of what lies in it.
-            others: checkpoints of another line, which go to the side with that same rename.
-            at: called with the name of every milestone.
+        ``others`` are checkpoints of another line, which go to the side with that same rename. ``at`` is called with
+        the name of every milestone.
 
         Raises:
             OSError: it cannot be written.
@@ -176,9 +153,9 @@ class Folder:
         if os.path.lexists(self.path / lines.NOTE):
             self._tell(lines.finish(self.path))  # what could not be finished at the save before
         text = manifest.to_json()
-        write_text(temporary / MANIFEST_FILE, text)
+        write_text(temporary / on_disk.MANIFEST_FILE, text)
         sync(temporary)
-        target = self.path / step_folder(manifest.step)
+        target = self.path / on_disk.step_folder(manifest.step)
         replaced = self.path / f".replaced-{target.name}-{secrets.token_hex(4)}"
         try:
             if others:
@@ -325,7 +302,7 @@ class Folder:
     def sweep(self) -> None:
         """Finish what a killed job has left. Only for a caller that knows that no other job is saving.
 
-        Checkpoints that it was setting aside go there, or stay if that was not decided. Its unfinished saves go. So do
+        Checkpoints that it was setting aside go there, or stay if that was not decided. Its unfinished saves go, and
         its small files once they are old: jobs that ask for the lock make such files, too.
 
         Raises:
@@ -352,25 +329,16 @@ class Folder:
 
     def discard(self, path: Path) -> None:
         """Remove one checkpoint."""
-        trash = self.path / f".trash-{step_folder(_order(path)[0])}-{secrets.token_hex(4)}"
+        trash = self.path / f".trash-{on_disk.step_folder(_order(path)[0])}-{secrets.token_hex(4)}"
         path.rename(trash)
         with suppress(OSError):
             durable.remove(trash)
 
 
-def _is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder. Raises OSError if the system does not say, in every version of Python."""
-    return kind_of(path) == "a directory"
-
-
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is a checkpoint by what is in it, sound or not.
-
-    Raises:
-        ConfigError: the system does not say.
-    """
+    """Whether ``path`` is a checkpoint by what is in it, sound or not. Raises ConfigError: the system does not say."""
     try:
-        return any(is_there(path / name) for name in (MANIFEST_FILE, STATE_FILE))
+        return any(is_there(path / name) for name in (on_disk.MANIFEST_FILE, on_disk.STATE_FILE))
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -406,46 +374,45 @@ def _is_valid(path: Path) -> bool | None:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since anything in ``path`` was written."""
     newest = path.stat().st_mtime
     for entry in path.iterdir():
         newest = max(newest, entry.stat().st_mtime)
     return time.time() - newest
 
 
-def misnamed(path: Path, manifest: Manifest) -> str:
+def misnamed(path: Path, manifest: on_disk.Manifest) -> str:
     """What is wrong with the name of a checkpoint, whose manifest says another step; empty if nothing is."""
     step = step_of(path.name)
     if step is None or step == manifest.step:
         return ""
     return (
         f"{path}: is named after step {step} and holds step {manifest.step}, so it was copied or renamed; "
-        f"call it {step_folder(manifest.step)} if it belongs here, or move it away"
+        f"call it {on_disk.step_folder(manifest.step)} if it belongs here, or move it away"
     )
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> on_disk.Manifest:
     """The manifest of the checkpoint ``path``, held against the size of its file.
 
     Raises:
         CorruptCheckpoint: it is missing or was changed, or the file has another size.
         CheckpointMismatch: a later version wrote it.
     """
-    name = MANIFEST_FILE
+    name = on_disk.MANIFEST_FILE
     try:
         text = read_text(path / name)
-        name = STATE_FILE
+        name = on_disk.STATE_FILE
         with opened(path / name) as descriptor:
             nbytes = os.fstat(descriptor).st_size
     except (OSError, UnicodeDecodeError) as error:
         raise CorruptCheckpoint(f"{path}: {name}: {reason(error)}") from error
     try:
-        manifest = Manifest.from_json(text)
+        manifest = on_disk.Manifest.from_json(text)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error
     if nbytes != manifest.file_nbytes:
         raise CorruptCheckpoint(
-            f"{path}: {STATE_FILE} has {nbytes:,} bytes, expected {manifest.file_nbytes:,}"
+            f"{path}: {on_disk.STATE_FILE} has {nbytes:,} bytes, expected {manifest.file_nbytes:,}"
         )
     return manifest
 
@@ -508,7 +475,7 @@ def _names(folder: Path) -> str:
     return f"{', '.join(names[:MOST_NAMES])}{more}" if names else "nothing"
 
 
-def is_imported(manifest: Manifest) -> bool:
+def is_imported(manifest: on_disk.Manifest) -> bool:
     """Whether a checkpoint was made of another program's weights.
 
     It has no optimizer, and no training came before it.
@@ -541,12 +508,12 @@ def place_for(path: Path, step: int) -> tuple[Path, int]:
     Raises:
         ConfigError: the name states another step, or the system does not say what is there.
     """
-    named = step_of_folder(path.name)
+    named = on_disk.step_of_folder(path.name)
     if named is None:
         return folder_at(path), step
     if step not in (0, named):
         raise ConfigError(
-            f"{path}: is the name of step {named}, and step is {step}; call it {step_folder(step)}, or leave "
+            f"{path}: is the name of step {named}, and step is {step}; call it {on_disk.step_folder(step)}, or leave "
             "the step out"
         )
     return path.parent, named
@@ -562,11 +529,7 @@ def _kind(path: Path) -> str:
 
 
 def given_path(directory: str | Path) -> Path:
-    """As a path.
-
-    Raises:
-        ConfigError: no system has such a one.
-    """
+    """As a path. Raises ConfigError: no system has such a one."""
     if "\0" in str(directory):
         raise ConfigError(
             f"directory: got {shown(str(directory))}, which has a null character in its name; no system has such a path"

@@ -1,12 +1,10 @@
 """What a checkpoint is on disk: names, the parameter table, the grid of slabs, the manifest.
 
-Owns: the format and its version (docs/checkpoint-format.md). Must not know: MPI, torch, HDF5, who writes what.
-
     <folder>/step-000001200/state.h5         flat datasets
                             manifest.json    what they are, where they lie, a digest of every byte; written last
 
 Nothing in it depends on the number of ranks, the stage or the units at the save. Parameters lie end to end in
-registration order, the trainable ones first, without padding.
+registration order, the trainable ones first, without padding. The format: docs/checkpoint-format.md.
 """
 
 from __future__ import annotations
@@ -14,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime, timezone
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -34,75 +33,77 @@ MOST_SLAB_NBYTES = 2**30  # is in memory whole
 MOST_RANKS = 2**31 - 1  # as MPI has it
 MOST_DIMS = 64  # as NumPy has it
 
+COUNT = (0, MOST)
+
+# What a field may be: its type, the length of its list, or the least and the most of a whole number.
+Kind = type | int | tuple[int, int]
+# Fields of the manifest, outer ones first. ``*`` is every part of a list or object. A field with ``?`` may be missing
+# or null.
+RULES: dict[str, Kind] = {
+    "step": COUNT,
+    "world_size": (0, MOST_RANKS),
+    "created": str,
+    "file": dict,
+    "file.name": str,
+    "file.rest": str,
+    "file.nbytes": COUNT,
+    "datasets": list,
+    "datasets.*": dict,
+    "datasets.*.name": str,
+    "datasets.*.dtype": str,
+    "datasets.*.numel": COUNT,
+    "datasets.*.slab_numel": (1, MOST_SLAB_NBYTES),
+    "datasets.*.offset": COUNT,
+    "datasets.*.digests": list,
+    "datasets.*.digests.*": str,
+    "parameters": list,
+    "parameters.*": 5,
+    "parameters.*.0": str,
+    "parameters.*.1": list,
+    "parameters.*.1.*": COUNT,
+    "parameters.*.2": COUNT,
+    "parameters.*.3": (-1, 2**15 - 1),
+    "parameters.*.4?": COUNT,
+    "meta": dict,
+}
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-_DATASET = {"name", "dtype", "numel", "slab_numel", "offset", "digests"}
 
 
-def check_form(body: Mapping[str, Any]) -> None:
-    """Refuse a manifest of an impossible form, whatever digest it states.
+def expect(sound: bool, field: str, got: object, expected: str) -> None:
+    """Raise CorruptCheckpoint unless the field is sound. The message names the field, what it is and what it may be."""
+    if not sound:
+        raise CorruptCheckpoint(
+            f"manifest.json cannot be: {field} is {shown(got)}, expected {expected}"
+        )
 
-    Args:
-        body: its JSON object.
+
+def check_rules(body: Any, rules: Mapping[str, Kind], where: str = "") -> None:
+    """Refuse an object whose fields are not as ``rules`` have it; ``where`` the object is, for the message.
 
     Raises:
         CorruptCheckpoint: the message names the field, what it is and what was expected.
     """
-    whole(body, "step")
-    whole(body, "world_size", most=MOST_RANKS)
-    of_type(body, "created", str)
-    file = of_type(body, "file", dict)
-    of_type(file, "name", str, "file.")
-    of_type(file, "rest", str, "file.")
-    nbytes = whole(file, "nbytes", "file.")
-    _check_datasets(of_type(body, "datasets", list), nbytes)
-    _check_parameters(of_type(body, "parameters", list))
-    of_type(body, "meta", dict)
+    for path, kind in rules.items():
+        for place, value in _fields_at(body, path.split("."), where):
+            plain = list if isinstance(kind, int) else kind if isinstance(kind, type) else int
+            expect(type(value) is plain, place, value, f"a {plain.__name__}")
+            if isinstance(kind, int):
+                expect(len(value) == kind, place, value, f"{kind} parts")
+            elif not isinstance(kind, type):
+                expect(kind[0] <= value <= kind[1], place, value, f"{kind[0]} to {kind[1]}")
 
 
-def refuse(field: str, got: object, expected: str) -> CorruptCheckpoint:
-    """The error for a field."""
-    return CorruptCheckpoint(
-        f"manifest.json cannot be: {field} is {shown(got)}, expected {expected}"
-    )
-
-
-def of_type(fields: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
-    """The field ``name``, of this type.
-
-    Raises:
-        CorruptCheckpoint: it does not exist, or has another type.
-    """
-    if name not in fields:
-        raise refuse(f"{where}{name}", "not there", f"a {kind.__name__}")
-    if type(fields[name]) is not kind:
-        raise refuse(f"{where}{name}", fields[name], f"a {kind.__name__}")
-    return fields[name]
-
-
-def whole(
-    fields: Mapping[str, Any], name: str, where: str = "", *, least: int = 0, most: int = MOST
-) -> int:
-    """The field ``name``, a whole number.
-
-    Raises:
-        CorruptCheckpoint: it is not a whole number, or out of range.
-    """
-    value = of_type(fields, name, int, where)
-    if not least <= value <= most:
-        raise refuse(f"{where}{name}", value, f"{least} to {most}")
-    return int(value)
-
-
-def shape_of(value: object, field: str) -> tuple[int, ...]:
-    """A shape from a list of sizes.
-
-    Raises:
-        CorruptCheckpoint: it is no such list.
-    """
-    sizes = value if isinstance(value, list) else [None]
-    if len(sizes) > MOST_DIMS or not all(type(n) is int and 0 <= n <= MOST for n in sizes):
-        raise refuse(field, value, "a list of sizes")
-    return tuple(sizes)
+def _fields_at(value: Any, path: Sequence[str], where: str) -> Iterator[tuple[str, Any]]:
+    if not path:
+        yield where.rstrip("."), value
+    elif value is not None:
+        name = path[0].removesuffix("?")
+        parts = dict(enumerate(value)) if isinstance(value, list) else value
+        keys = list(parts) if name == "*" else [int(name) if isinstance(value, list) else name]
+        for key in keys:
+            if parts.get(key) is not None or not path[0].endswith("?"):
+                expect(key in parts, f"{where}{key}", "not there", "a value")
+                yield from _fields_at(parts[key], path[1:], f"{where}{key}.")
 
 
 def is_text(value: str) -> bool:
@@ -110,78 +111,69 @@ def is_text(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def _check_datasets(entries: Sequence[object], file_nbytes: int) -> None:
-    places = []
-    names = set()
-    for entry in entries:
-        if not isinstance(entry, dict) or entry.keys() != _DATASET:
-            raise refuse("a dataset", entry, f"an object with {', '.join(sorted(_DATASET))}")
-        name = of_type(entry, "name", str)
-        where = f"{shown(name)}."
-        if name in names or not name.startswith("/") or not is_text(name):
-            raise refuse(f"{where}name", name, "a path that no other dataset has")
-        names.add(name)
-        itemsize = DATASET_ITEMSIZES.get(of_type(entry, "dtype", str, where))
-        if itemsize is None:
-            raise refuse(f"{where}dtype", entry["dtype"], " or ".join(DATASET_ITEMSIZES))
-        numel = whole(entry, "numel", where)
-        slab = whole(entry, "slab_numel", where, least=1, most=MOST_SLAB_NBYTES // itemsize)
-        begin = whole(entry, "offset", where)
-        if numel:
-            if begin + numel * itemsize > file_nbytes:
-                raise refuse(
-                    f"{where}offset + size",
-                    begin + numel * itemsize,
-                    f"at most the {file_nbytes} bytes of the file",
-                )
-            places.append((begin, begin + numel * itemsize, name))
-        digests = of_type(entry, "digests", list, where)
-        if len(digests) != -(-numel // slab):
-            raise refuse(f"{where}digests", f"{len(digests)} digests", f"{-(-numel // slab)}")
-        for digest in digests:
-            if not isinstance(digest, str) or _DIGEST.fullmatch(digest) is None:
-                raise refuse(f"{where}digests", digest, "16 hexadecimal digits")
-    for before, after in pairwise(sorted(places)):
-        if before[1] > after[0]:
-            raise refuse(
-                f"{after[2]}.offset", after[0], f"{before[1]} or above: behind {before[2]}"
-            )
+def check_names(what: str, names: Sequence[str]) -> None:
+    """Refuse a name that comes twice, or that no file can hold. Raises CorruptCheckpoint: the message has the name."""
+    known: set[str] = set()
+    for name in names:
+        sound = name not in known and is_text(name)
+        expect(sound, what, name, "each name once, of whole characters")
+        known.add(name)
 
 
-def _check_parameters(rows: Sequence[object]) -> None:
-    """Refuse a table that breaks a rule.
+def check_form(body: Mapping[str, Any]) -> None:
+    """Refuse the JSON object of a manifest of an impossible form, whatever digest it states.
 
-    Each name comes once. Parameters with values lie end to end, trainable ones first. All other names are further names
-    of these.
+    Raises:
+        CorruptCheckpoint: the message names the field, what it is and what was expected.
     """
-    names: set[str] = set()
+    check_rules(body, RULES)
+    check_names("a dataset", [entry["name"] for entry in body["datasets"]])
+    check_names("a parameter", [row[0] for row in body["parameters"]])
+    _check_datasets(body["datasets"], body["file"]["nbytes"])
+    _check_parameters(body["parameters"])
+
+
+def _check_datasets(entries: Sequence[Any], file_nbytes: int) -> None:
+    places = []
+    for entry in entries:
+        known = [each.name for each in fields(Dataset)]
+        expect(sorted(entry) == sorted(known), "a dataset", entry, f"an object with {known}")
+        name, numel, slab, digests = (entry[k] for k in ("name", "numel", "slab_numel", "digests"))
+        expect(name.startswith("/"), "a dataset", name, "a path")
+        itemsize = DATASET_ITEMSIZES.get(entry["dtype"], 0)
+        expect(itemsize > 0, f"{name}.dtype", entry["dtype"], " or ".join(DATASET_ITEMSIZES))
+        most = MOST_SLAB_NBYTES // itemsize
+        expect(slab <= most, f"{name}.slab_numel", slab, f"1 to {most}")
+        begin, end = entry["offset"], entry["offset"] + numel * itemsize
+        if numel:
+            expect(end <= file_nbytes, f"{name}: its end", end, f"at most {file_nbytes}")
+            places.append((begin, end, name))
+        found, count = len(digests), -(-numel // slab)
+        expect(found == count, f"{name}.digests", f"{found} digests", f"{count}")
+        for digest in digests:
+            sound = _DIGEST.fullmatch(digest) is not None
+            expect(sound, f"{name}.digests", digest, "16 hexadecimal digits")
+    for (_, end, before), (begin, _, name) in pairwise(sorted(places)):
+        expect(end <= begin, f"{name}.offset", begin, f"{end} or above: behind {before}")
+
+
+def _check_parameters(rows: Sequence[Any]) -> None:
+    """Refuse a table whose parameters with values do not lie end to end, trainable ones first.
+
+    All other names must be further names of these, and come last.
+    """
     end, frozen, further = 0, False, False
-    for row in rows:
-        if not isinstance(row, list) or len(row) != 5 or type(row[0]) is not str:
-            raise refuse("a parameter", row, "name, shape, offset, group, tied_to")
-        name, where = row[0], f"{shown(row[0])}."
-        if name in names or not is_text(name):
-            raise refuse("a parameter", name, "each name once, of whole characters")
-        names.add(name)
-        fields = {"offset": row[2], "group": row[3], "tied_to": row[4]}
-        shape = shape_of(row[1], f"{where}shape")
-        offset = whole(fields, "offset", where)
-        group = whole(fields, "group", where, least=-1, most=2**15 - 1)
-        if row[4] is not None:
+    for name, shape, offset, group, owner in rows:
+        expect(len(shape) <= MOST_DIMS, f"{name}.shape", shape, "a list of sizes")
+        if owner is None:
+            sound = not further and offset == end and not (frozen and group >= 0)
+            expect(sound, f"{name}.offset", offset, f"{end}, trainable parameters first")
+            end, frozen = end + prod(shape), frozen or group < 0
+        else:
             further = True
-            _check_tie(rows, whole(fields, "tied_to", where, most=len(rows) - 1), row, where)
-            continue
-        if further or offset != end or (frozen and group >= 0):
-            raise refuse(f"{where}offset", offset, f"{end}, trainable parameters first")
-        end, frozen = end + prod(shape), frozen or group < 0
-
-
-def _check_tie(rows: Sequence[Any], owner: int, row: Sequence[Any], where: str) -> None:
-    other = rows[owner]
-    if not isinstance(other, list) or len(other) != 5 or other[1:] != [*row[1:4], None]:
-        raise refuse(
-            f"{where}tied_to", owner, "the index of a parameter of the same shape and place"
-        )
+            sound = owner < len(rows) and rows[owner][1:] == [shape, offset, group, None]
+            same = "the index of a parameter of the same shape and place"
+            expect(sound, f"{name}.tied_to", owner, same)
 
 
 FORMAT = "hpczero checkpoint"
@@ -216,6 +208,17 @@ def step_of_folder(name: str) -> int | None:
 def digest(data: npt.NDArray[Any]) -> str:
     """Digest of the bytes of a contiguous array, 16 hexadecimal digits."""
     return str(xxhash.xxh3_64(data.data).hexdigest())
+
+
+def now() -> str:
+    """UTC, ISO 8601, in seconds."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def some(names: Sequence[str], between: str = ", ") -> str:
+    """The first of some names, and how many more there are, for a message."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return between.join(names[:NAMED]) + more
 
 
 def plain_name(name: str) -> str:
@@ -298,11 +301,10 @@ class Table:
     def trained(self) -> Table:
         """The trainable parameters alone, with their further names; they keep their places."""
         kept = [index for index, row in enumerate(self.rows) if not row.frozen]
-        places = {old: new for new, old in enumerate(kept)}
-        rows = (self.rows[index] for index in kept)
-        ties = (None if row.tied_to is None else places[row.tied_to] for row in rows)
-        moved = zip(kept, ties, strict=True)
-        return Table(tuple(replace(self.rows[index], tied_to=tie) for index, tie in moved))
+        places: dict[int | None, int | None] = {old: new for new, old in enumerate(kept)}
+        places[None] = None
+        rows = [self.rows[index] for index in kept]
+        return Table(tuple(replace(row, tied_to=places[row.tied_to]) for row in rows))
 
     def named(self) -> dict[str, Row]:
         """Rows by name."""
@@ -431,9 +433,7 @@ class Manifest:
         """A text that says which elements of which parameters are not those that were written."""
         where = ""
         if dataset.dtype == "<f4":
-            names = self.table.overlapping(slab.start, slab.stop)
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            where = f" ({', '.join(names[:NAMED])}{more})"
+            where = f" ({some(self.table.overlapping(slab.start, slab.stop))})"
         return (
             f"{path}: corrupt: elements {slab.start:,} to {slab.stop:,} of {dataset.name}{where} do not have the "
             "digest they were written with"
@@ -480,12 +480,12 @@ class Manifest:
             raise CorruptCheckpoint(
                 f"{MANIFEST_FILE} was changed: it does not have the digest it states"
             )
-        version = whole(body, "version", least=1)
+        check_rules(body, {"version": (1, MOST), "algorithm": str})
+        version, algorithm = body["version"], body["algorithm"]
         if version > VERSION:
             raise CheckpointMismatch(
                 f"format version is {version}, and this hpczero reads up to {VERSION}; upgrade hpczero"
             )
-        algorithm = of_type(body, "algorithm", str)
         if algorithm != ALGORITHM:
             raise CheckpointMismatch(
                 f"digests are {shown(algorithm)}, expected {ALGORITHM!r}; upgrade hpczero"

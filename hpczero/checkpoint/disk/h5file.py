@@ -1,16 +1,12 @@
 """The HDF5 file of a checkpoint: made by one rank, filled by all.
 
-Owns: the objects in the file and where their bytes lie. Must not know: MPI, parameters' owners, the order of a save.
-
-[Note: One rank makes the file]
 Rank 0 alone makes groups, attributes, small tables and datasets with the serial driver. All bytes of datasets are
-allocated then, and none is filled. Afterwards all ranks write bytes, through MPI-IO or at offsets. Collective metadata,
-which hangs and corrupts in several releases of HDF5, is never used. Both ways leave the same file to the byte.
+allocated then, and none is filled. Afterwards all ranks write bytes, through MPI-IO or at offsets; both ways leave the
+same file to the byte. Collective metadata, which hangs and corrupts in several releases of HDF5, is never used.
 
 [Note: Made in memory]
 HDF5 1.10 crashes the process when it closes a file that it could not write, as on a full disk. It therefore writes to
-memory, where the content of datasets takes no room, and we copy the result to the disk. That copy fails as any write
-does.
+memory, and we copy the result to the disk. That copy fails as any write does.
 """
 
 from __future__ import annotations
@@ -73,7 +69,6 @@ def create(
 
 
 def _copy(image: int, path: Path) -> None:
-    """Write ``image`` to ``path``; its holes are left out."""
     nbytes = os.fstat(image).st_size
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -110,30 +105,22 @@ def _write_table(group: h5py.Group, table: Table) -> None:
     shapes = np.zeros((len(rows), MOST_DIMS), dtype=np.uint64)
     for index, row in enumerate(rows):
         shapes[index, : min(len(row.shape), MOST_DIMS)] = row.shape[:MOST_DIMS]
-    columns: dict[str, Array] = {
-        "name": np.array(
-            [row.name.encode()[:NAME_NBYTES] for row in rows], dtype=f"S{NAME_NBYTES}"
-        ),
-        "offset": np.array([row.offset for row in rows], dtype=np.uint64),
-        "numel": np.array([row.numel for row in rows], dtype=np.uint64),
-        "ndim": np.array([len(row.shape) for row in rows], dtype=np.uint8),
-        "shape": shapes,
-        "group": np.array([row.group for row in rows], dtype=np.int16),
-        "frozen": np.array([row.frozen for row in rows], dtype=np.uint8),
-        "tied_to": np.array(
-            [-1 if row.tied_to is None else row.tied_to for row in rows], dtype=np.int64
-        ),
-    }
-    for name, column in columns.items():
-        group.create_dataset(name, data=column)
+    ties = [-1 if row.tied_to is None else row.tied_to for row in rows]
+    for name, dtype, column in (
+        ("name", f"S{NAME_NBYTES}", [row.name.encode()[:NAME_NBYTES] for row in rows]),
+        ("offset", np.uint64, [row.offset for row in rows]),
+        ("numel", np.uint64, [row.numel for row in rows]),
+        ("ndim", np.uint8, [len(row.shape) for row in rows]),
+        ("shape", np.uint64, shapes),
+        ("group", np.int16, [row.group for row in rows]),
+        ("frozen", np.uint8, [row.frozen for row in rows]),
+        ("tied_to", np.int64, ties),
+    ):
+        group.create_dataset(name, data=np.array(column, dtype=dtype))
 
 
 def _reserve(path: Path) -> bool:
-    """Have the file system give the blocks now. A full disk is then an error here, and not in the middle of a write.
-
-    Returns:
-        Whether it could; some file systems cannot.
-    """
+    """Have the file system give the blocks now, so that a full disk is an error here. Returns whether it could."""
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None:
         return False

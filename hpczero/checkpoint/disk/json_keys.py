@@ -1,22 +1,19 @@
-"""Tuples, and dictionaries whose keys are not texts, in JSON and back.
-
-Owns: what JSON holds of a program's values, and the marks for what it would change. Must not know: files, MPI, torch: a
-tensor is its bytes (``Packed``).
+"""Values of a program in JSON and back: tuples, dictionaries whose keys are not texts, bytes of tensors (``Packed``).
 
 [Note: Pairs]
-Keys are texts in JSON: it makes ``{"3": 1}`` of ``{3: 1}`` without a word, and a scheduler's milestones would never be
-met again. Such a dictionary is therefore written as ``{"__pairs__": [[3, 1]]}``, and a Counter as ``{"__counter__":
-[[3, 1]]}``. A dictionary that holds such a mark itself is written so too. Every mark in the file is thus ours.
-Bytes of a tensor are ``{"__tensor__": [dtype, shape, base64]}``, and a tuple is ``{"__tuple__": [part, ...]}``. Files
-of before know no such marks, so a mark counts only where the form has it.
+JSON makes ``{"3": 1}`` of ``{3: 1}``, and a scheduler's milestones would never be met again. Such a dictionary is
+therefore written as ``{"__pairs__": [[3, 1]]}``, and a Counter as ``{"__counter__": [[3, 1]]}``. A dictionary that
+holds such a mark itself is written so too. Bytes of a tensor are ``{"__tensor__": [dtype, shape, base64]}``, and a
+tuple is ``{"__tuple__": [part, ...]}``. Older files know no such marks, so a mark counts only where the form has it.
 """
 
 from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from hpczero.files.regular import shown
@@ -66,16 +63,10 @@ def within(key: object, act: Callable[[Any], T], part: Any) -> T:
 
 
 def extra_fields(extra: Mapping[Any, Any]) -> dict[str, Any]:
-    """Fields of ``meta`` that hold ``extra``.
-
-    Raises:
-        Unfit: JSON cannot hold a part of it.
-    """
-    plain = dict(extra)
-    forms = set(_forms(plain))
-    if not forms:
-        return {"extra": plain}
-    return {"extra": marked(plain), FORM: max(forms)}
+    """Fields of ``meta`` that hold ``extra``. Raises Unfit: JSON cannot hold a part of it."""
+    forms: set[str] = set()
+    fields = {"extra": marked(dict(extra), forms)}
+    return {**fields, FORM: max(forms)} if forms else fields
 
 
 def extra_of(meta: Mapping[str, Any]) -> dict[Any, Any]:
@@ -94,67 +85,44 @@ def extra_of(meta: Mapping[str, Any]) -> dict[Any, Any]:
     return extra
 
 
-def _forms(value: Any) -> Iterator[str]:
-    """Forms that the value needs, at any depth: for a key that JSON would change, a Counter, a tensor, or a tuple.
-
-    Raises:
-        Unfit: it holds what JSON cannot hold.
-    """
-    if isinstance(value, dict):
-        _check_keys(value)
-        if isinstance(value, Counter) or not all(isinstance(key, str) for key in value):
-            yield "pairs"
-        for key, part in value.items():
-            yield from within(key, _listed, part)
-    elif isinstance(value, list | tuple):
-        if isinstance(value, tuple):
-            yield "tuples"
-        for index, part in enumerate(value):
-            yield from within(index, _listed, part)
-    elif isinstance(value, Packed):
-        yield "tensors"
-    else:
-        _check_scalar(value)
-
-
-def _listed(value: Any) -> list[str]:
-    return list(_forms(value))
-
-
 def is_mark(value: Mapping[Any, Any]) -> bool:
     """Whether a dictionary of ``marked`` stands for something else."""
     return len(value) == 1 and not _MARKS.isdisjoint(value)
 
 
-def marked(value: Any) -> Any:
-    """The value with marks ([Note: Pairs]).
+def marked(value: Any, forms: set[str] | None = None) -> Any:
+    """The value with marks ([Note: Pairs]), whose forms are added to ``forms``.
 
     Raises:
         Unfit: it holds what JSON cannot hold.
     """
+    forms = set() if forms is None else forms
+    part = partial(marked, forms=forms)
     if isinstance(value, list | tuple):
-        parts = [within(index, marked, part) for index, part in enumerate(value)]
-        return {TUPLE: parts} if isinstance(value, tuple) else parts
+        parts = [within(index, part, each) for index, each in enumerate(value)]
+        if isinstance(value, list):
+            return parts
+        forms.add("tuples")
+        return {TUPLE: parts}
     if isinstance(value, Packed):
+        forms.add("tensors")
         return {TENSOR: [value.dtype, [*value.shape], base64.b64encode(value.data).decode()]}
     if not isinstance(value, dict):
         _check_scalar(value)
         return value
-    _check_keys(value)
-    pairs = [[key, within(key, marked, part)] for key, part in value.items()]
-    if isinstance(value, Counter):
-        return {COUNTER: pairs}
-    if all(isinstance(key, str) for key in value) and _MARKS.isdisjoint(value):
+    for key in value:
+        if not _is_key(key):
+            raise Unfit(f"has the key {shown(key)}, a {type(key).__name__}")
+    pairs = [[key, within(key, part, each)] for key, each in value.items()]
+    plain = all(isinstance(key, str) for key in value) and _MARKS.isdisjoint(value)
+    if plain and not isinstance(value, Counter):
         return dict(pairs)
-    return {PAIRS: pairs}
+    forms.add("pairs")
+    return {COUNTER if isinstance(value, Counter) else PAIRS: pairs}
 
 
 def unmarked(value: Any, form: str = "pairs") -> Any:
-    """The value that ``marked`` was given.
-
-    Args:
-        value: of JSON.
-        form: of ``_FORMS``: which marks are some.
+    """The value that ``marked`` was given; ``form`` says which marks are some.
 
     Raises:
         ValueError: there are no pairs, or is no tensor or list, behind a mark.
@@ -193,12 +161,6 @@ def _is_pair(pair: Any) -> bool:
 
 def _is_key(key: Any) -> bool:
     return key is None or isinstance(key, bool | int | float | str)
-
-
-def _check_keys(value: Mapping[Any, Any]) -> None:
-    for key in value:
-        if not _is_key(key):
-            raise Unfit(f"has the key {shown(key)}, a {type(key).__name__}")
 
 
 def _check_scalar(value: Any) -> None:

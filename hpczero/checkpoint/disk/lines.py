@@ -1,17 +1,14 @@
 """What a run sets aside when it goes back: checkpoints of its folder that are not of its line.
 
-Owns: which ones those are, where they go, and the note that makes it happen whole or not at all. Must not know: MPI,
-models, what a checkpoint holds.
-
 A line is the checkpoints of a run, each the successor of the one before. A folder has one line, in ``step-...``.
 Checkpoints of another line are kept in a folder ``aside-<time>``. Nothing reads that folder unless it is named, and
 nothing deletes it.
 
 [Note: One rename decides]
-Several renames are not atomic together. A note therefore says first which checkpoints go where, and from which moment
-on. That is at once, or from the rename that brings in the first checkpoint of the new line, which is known by its
-manifest. From that moment the checkpoints do not count, wherever they lie. The next holder of the lock finishes the
-renames of a note in force, and discards a note that is not.
+Several renames are not atomic together. A note therefore says first which checkpoints go where, and from when on: at
+once, or from the rename that brings in the first checkpoint of the new line, which is known by its manifest. From then
+on the checkpoints do not count, wherever they lie. The next holder of the lock finishes the renames of a note in force,
+and discards any other note.
 """
 
 from __future__ import annotations
@@ -49,13 +46,9 @@ def strangers(
 ) -> list[Path]:
     """Those of ``found`` that are not of a model's line, which has or is to have a checkpoint at ``step``.
 
-    Args:
-        found: checkpoints of one folder.
-        step: optimizer steps of the model.
-        origin: step of the checkpoint in this folder that the model was last loaded from or saved to; None if there is
-            none.
-        keep: as in ``save``. A folder in which old checkpoints go is a run's, so everything in it that is not of this
-            line goes to the side. In any other folder the user may keep what he likes below ``step``.
+    ``origin`` is the step of the checkpoint in this folder that the model was last loaded from or saved to. With
+    ``keep`` the folder is a run's, so everything in it that is not of this line goes to the side. In any other folder
+    the user may keep what he likes below ``step``.
     """
     if origin is not None and origin <= step:
         return [path for path in found if (step_of(path.name) or 0) > origin]
@@ -113,28 +106,18 @@ def read_note(path: Path) -> Note | None:
     file = path / NOTE
     if not os.path.lexists(file):
         return None
-    reason = "it is no such note"
     try:
         text, _, digest = read_bytes(file, NOTE_NBYTES).decode().rpartition("\n")
         if digest != _digest(text):
             raise ValueError("it is not what was written")
-        said = json.loads(text)
-        note = Note(said["folder"], dict(said["names"]), said["target"], said["manifest"])
-        names = [name for pair in note.names.items() for name in pair]
-        if (
-            _ASIDE.fullmatch(note.folder) is not None
-            and all(step_of(name) is not None for name in names)
-            and (note.target == "" or step_of_folder(note.target) is not None)
-        ):
-            return note
+        return Note(**json.loads(text))
     except FileNotFoundError:
         return None  # just finished
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = str(error)
-    raise CorruptCheckpoint(
-        f"{file}: does not say any more which checkpoints a run that was killed was setting aside ({reason}). Move "
-        "those that are not of the run's last line to another folder, and remove this file"
-    )
+    except (OSError, ValueError, TypeError) as error:
+        raise CorruptCheckpoint(
+            f"{file}: does not say any more which checkpoints a run that was killed was setting aside ({error}). Move "
+            "those that are not of the run's last line to another folder, and remove this file"
+        ) from error
 
 
 def asides(path: Path) -> list[Path]:

@@ -1,7 +1,4 @@
-"""Bytes at offsets of a file, and the digest of those that no dataset has.
-
-Owns: reading and writing whole ranges. Must not know: HDF5, MPI, what the bytes mean.
-"""
+"""Bytes at offsets of a file, and the digest of those that no dataset has."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpczero.checkpoint.disk.format import Dataset
+from hpczero.checkpoint.disk.format import Dataset, Manifest, now
 from hpczero.files.direct import PAGE
 from hpczero.files.regular import open_regular
 
@@ -67,28 +64,28 @@ def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def read_at(descriptor: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """(nbytes,) from ``offset`` on.
-
-    Raises:
-        EOFError: the file ends before.
-    """
+    """(nbytes,) from ``offset`` on. Raises EOFError: the file ends before."""
     found = np.empty(nbytes, dtype=np.uint8)
     read_into(descriptor, offset, found)
     return found
 
 
 def read_into(descriptor: int, offset: int, into: npt.NDArray[np.uint8]) -> None:
-    """As many bytes from ``offset`` on as ``into`` has.
-
-    Raises:
-        EOFError: the file ends before.
-    """
+    """As many bytes from ``offset`` on as ``into`` has. Raises EOFError: the file ends before."""
     left = into.data
     while left:
         count = os.preadv(descriptor, [left[: 2**30]], offset)
         if not count:
             raise EOFError(f"the file ends at byte {offset}")
         left, offset = left[count:], offset + count
+
+
+def manifest_of(state: Path, datasets: Sequence[Dataset], **others: Any) -> Manifest:
+    """The manifest of the file ``state``, as it lies on the disk; ``others`` are fields that the file does not say."""
+    nbytes, rest = state.stat().st_size, rest_digest(state, datasets)
+    return Manifest(
+        created=now(), datasets=tuple(datasets), file_nbytes=nbytes, rest=rest, **others
+    )
 
 
 def rest_digest(path: Path, datasets: Sequence[Dataset]) -> str:
@@ -111,11 +108,7 @@ def _gaps(nbytes: int, datasets: Sequence[Dataset]) -> Iterator[tuple[int, int]]
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read from a regular file.
-
-    Raises:
-        OSError: as ``open_regular``.
-    """
+    """A descriptor to read from a regular file. Raises OSError: as ``open_regular``."""
     descriptor = open_regular(path)
     try:
         yield descriptor

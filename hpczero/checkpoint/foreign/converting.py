@@ -1,13 +1,11 @@
 """Weights of other programs made into a checkpoint, from which a training then starts.
 
-Owns: what such a checkpoint says, and writing it in one process with one slab in memory. Must not know: MPI, models.
-
-It has no optimizer and no random streams; every rank that loads it starts these anew.
+One process writes it, with one slab in memory. The checkpoint has no optimizer and no random streams; every rank that
+loads it starts these anew.
 """
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 import platform
@@ -24,21 +22,11 @@ import numpy.typing as npt
 import torch
 
 from hpczero.adapters import gpt2
+from hpczero.checkpoint.disk import format as on_disk
 from hpczero.checkpoint.disk import h5file
 from hpczero.checkpoint.disk.folder import Folder, place_for
-from hpczero.checkpoint.disk.format import (
-    BUFFERS,
-    MASTER,
-    NAMED,
-    RNG,
-    STATE_FILE,
-    Dataset,
-    Manifest,
-    Table,
-    digest,
-)
 from hpczero.checkpoint.disk.lock import Lock
-from hpczero.checkpoint.disk.rawfile import rest_digest, write_at
+from hpczero.checkpoint.disk.rawfile import manifest_of, write_at
 from hpczero.checkpoint.foreign import weight_files
 from hpczero.checkpoint.foreign.safe_file import KEY
 from hpczero.checkpoint.foreign.weight_files import WeightFiles
@@ -108,15 +96,15 @@ def convert(
     meta = _meta(path, said, [(name, weights[name]) for name in others])
     nbytes = sum(weights[name].numel * weights[name].dtype.itemsize for name in others)
     datasets = [
-        Dataset.of(MASTER, "<f4", table.numel),
-        Dataset.of(BUFFERS, "|u1", nbytes),
-        Dataset.of(RNG, "|u1", 0),
+        on_disk.Dataset.of(on_disk.MASTER, "<f4", table.numel),
+        on_disk.Dataset.of(on_disk.BUFFERS, "|u1", nbytes),
+        on_disk.Dataset.of(on_disk.RNG, "|u1", 0),
     ]
     not_finite: list[str] = []
     content = {
-        MASTER: (piece.numpy() for piece in _pieces(weights, names, not_finite)),
-        BUFFERS: (_bytes(weights[name].whole()) for name in others),
-        RNG: iter(()),
+        on_disk.MASTER: (piece.numpy() for piece in _pieces(weights, names, not_finite)),
+        on_disk.BUFFERS: (_bytes(weights[name].whole()) for name in others),
+        on_disk.RNG: iter(()),
     }
     folder.check_room(sum(dataset.nbytes for dataset in datasets))
     with Lock(place):
@@ -127,7 +115,7 @@ def convert(
             "%s: has values that are infinite or no number, in %s; a model with them trains to nothing: compare the "
             "file with that of its source",
             path,
-            _some(not_finite),
+            on_disk.some(not_finite),
         )
     return written
 
@@ -153,16 +141,16 @@ def _refuse_used(folder: Folder) -> None:
 
 def _write(
     folder: Folder,
-    datasets: Sequence[Dataset],
+    datasets: Sequence[on_disk.Dataset],
     content: Mapping[str, Iterator[Array]],
-    table: Table,
+    table: on_disk.Table,
     meta: Mapping[str, Any],
     step: int,
 ) -> Path:
     temporary: Path | None = None
     try:
         temporary = folder.begin(step)
-        state = temporary / STATE_FILE
+        state = temporary / on_disk.STATE_FILE
         placed, _ = h5file.create(state, datasets, table, meta, step=step)
         descriptor = os.open(state, os.O_RDWR)
         try:
@@ -170,15 +158,9 @@ def _write(
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        manifest = Manifest(
-            step=step,
-            created=_now(),
-            world_size=0,  # so that no rank looks for its random streams
-            table=table,
-            datasets=tuple(written),
-            file_nbytes=state.stat().st_size,
-            rest=rest_digest(state, written),
-            meta=dict(meta),
+        # Of no rank, so that none looks for its random streams.
+        manifest = manifest_of(
+            state, written, step=step, world_size=0, table=table, meta=dict(meta)
         )
         return folder.commit(temporary, manifest)
     except BaseException as error:
@@ -191,30 +173,29 @@ def _write(
         raise
 
 
-def _fill(descriptor: int, dataset: Dataset, pieces: Iterator[Array]) -> Dataset:
-    """Write a dataset slab by slab; returns it with the digests."""
-    slab = np.empty(min(dataset.slab_numel, dataset.numel), dtype=dataset.dtype)
+def _fill(descriptor: int, dataset: on_disk.Dataset, pieces: Iterator[Array]) -> on_disk.Dataset:
     digests: list[str] = []
-    filled = 0
-
-    def put() -> None:
+    for slab in _slabs(pieces, dataset):
         offset = dataset.offset + len(digests) * dataset.slab_numel * dataset.itemsize
-        write_at(descriptor, offset, slab[:filled])
-        digests.append(digest(slab[:filled]))
-
-    for piece in pieces:
-        begin = 0
-        while begin < len(piece):
-            count = min(len(piece) - begin, len(slab) - filled)
-            slab[filled : filled + count] = piece[begin : begin + count]
-            begin, filled = begin + count, filled + count
-            if filled == len(slab):
-                put()
-                filled = 0
-    if filled:
-        put()
+        write_at(descriptor, offset, slab)
+        digests.append(on_disk.digest(slab))
     assert len(digests) == dataset.num_slabs, f"{dataset.name}: {len(digests)} slabs"
     return replace(dataset, digests=tuple(digests))
+
+
+def _slabs(pieces: Iterator[Array], dataset: on_disk.Dataset) -> Iterator[Array]:
+    """The elements of ``pieces`` slab by slab; each slab is valid until the next one."""
+    slab = np.empty(min(dataset.slab_numel, dataset.numel), dtype=dataset.dtype)
+    filled = 0
+    for piece in pieces:
+        while len(piece):
+            part, piece = np.split(piece, [len(slab) - filled])
+            slab[filled : filled + len(part)] = part
+            filled = (filled + len(part)) % len(slab)
+            if not filled:
+                yield slab
+    if filled:
+        yield slab[:filled]
 
 
 # --- what the weights are ------------------------------------------------------------------------------------------
@@ -244,7 +225,7 @@ def _is_buffer(name: str, weights: WeightFiles, patterns: Sequence[str]) -> bool
     return not floating or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _table(weights: WeightFiles, names: Sequence[str], aliases: Mapping[str, str]) -> Table:
+def _table(weights: WeightFiles, names: Sequence[str], aliases: Mapping[str, str]) -> on_disk.Table:
     known = set(names)
     lost = [(alias, name) for alias, name in aliases.items() if name not in known]
     if lost:
@@ -258,19 +239,19 @@ def _table(weights: WeightFiles, names: Sequence[str], aliases: Mapping[str, str
             f"{weights.path}: cannot tie {alias} to {name}: there is no such parameter; tie further names to one of "
             "the file"
         )
-    return Table.build([(name, weights[name].shape, 0) for name in names], aliases)
+    return on_disk.Table.build([(name, weights[name].shape, 0) for name in names], aliases)
 
 
 def _check_gpt2(
-    weights: WeightFiles, table: Table, aliases: Mapping[str, str], others: Sequence[str]
+    weights: WeightFiles, table: on_disk.Table, aliases: Mapping[str, str], others: Sequence[str]
 ) -> None:
     shapes = {row.name: row.shape for row in table.rows}
     expected = gpt2.expected_shapes(shapes)
     missing = [gpt2.file_name(name) for name in expected if name not in {*shapes, *others}]
-    faults = [f"there is no {_some(missing)}"] if missing else []
+    faults = [f"there is no {on_disk.some(missing)}"] if missing else []
     foreign = [name for name in (*shapes, *others) if name not in expected]
     if foreign:
-        faults.append(f"GPT-2 has no {_some(foreign)}")
+        faults.append(f"GPT-2 has no {on_disk.some(foreign)}")
     unlike = [
         f"{gpt2.file_name(name)} is {weights[name].dtype}, expected floating point"
         for name in others
@@ -286,7 +267,7 @@ def _check_gpt2(
         for name, size in gpt2.sizes_of(expected).items()
         if not missing and name in weights.model and weights.model[name] != size
     ]
-    faults += unlike[:NAMED]
+    faults += unlike[: on_disk.NAMED]
     if faults and 2 * len(missing) < len(expected):
         raise CheckpointMismatch(
             f"{weights.path}: no GPT-2 as hpczero.models.GPT computes it: {'; '.join(faults)}; bring all tensors of "
@@ -298,15 +279,9 @@ def _check_gpt2(
         )
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
-
-
 def _meta(
     path: Path, extra: Mapping[str, Any], buffers: Sequence[tuple[str, Any]]
 ) -> dict[str, Any]:
-    """``meta`` of the manifest, in the form in which a save writes it."""
     return {
         "optimizer": None,
         "buffers": [[n, str(h.dtype).removeprefix("torch."), list(h.shape)] for n, h in buffers],
@@ -319,7 +294,7 @@ def _meta(
         "provenance": {
             "imported": str(path.resolve()),
             "host": socket.gethostname(),
-            "created": _now(),
+            "created": on_disk.now(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "numpy": np.__version__,
@@ -330,7 +305,3 @@ def _meta(
 def _bytes(tensor: torch.Tensor) -> Array:
     found: Array = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return found
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

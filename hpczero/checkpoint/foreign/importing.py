@@ -1,6 +1,5 @@
 """Weights of other programs into a zeroified model.
 
-Owns: the comparison of weights and model, and which elements each rank reads. Must not know: formats of files, units.
 Every rank opens the files and reads only its own elements, so nothing is sent. The model is changed once all ranks have
 read all of theirs. What rests on a tier is then read for a second time, and passes through memory in pieces.
 """
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.adapters import gpt2
-from hpczero.checkpoint.disk.format import NAMED, Table, plain_name
+from hpczero.checkpoint.disk.format import Table, plain_name, some
 from hpczero.checkpoint.exchange import EvenRuns, check_range
 from hpczero.checkpoint.foreign import weight_files
 from hpczero.checkpoint.foreign.weight_files import HeldTensor, WeightFiles, cast
@@ -85,7 +84,7 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
             "%s: has values that are infinite or no number, in %s (as rank %d has read it); a model with them trains "
             "to nothing: compare the file with that of its source",
             path,
-            _some(broken),
+            some(broken),
             topology.rank,
         )
     if values is None:
@@ -102,7 +101,6 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
 
 
 def _names(table: Table) -> dict[str, list[str]]:
-    """All names of each parameter, its own first."""
     found = {row.name: [row.name] for row in table.owners}
     for row in table.rows:
         if row.tied_to is not None:
@@ -115,21 +113,16 @@ def _first(weights: WeightFiles, names: Sequence[str]) -> HeldTensor:
 
 
 def _match(weights: WeightFiles, table: Table, buffers: Sequence[KeptBuffer]) -> None:
-    """Refuse weights of another model.
-
-    Raises:
-        CheckpointMismatch: the message lists the differences.
-    """
     wanted: list[Sequence[str]] = [*_names(table).values(), *(kept.names for kept in buffers)]
     shapes = {row.name: row.shape for row in table.rows}
     shapes |= {name: kept.shape for kept in buffers for name in kept.names}
     differences = []
     missing = [names[0] for names in wanted if not any(name in weights for name in names)]
     if missing:
-        differences.append(f"they have no {_some(missing)}")
+        differences.append(f"they have no {some(missing)}")
     foreign = [name for name in weights if name not in shapes]
     if foreign:
-        differences.append(f"the model has no {_some(foreign)}")
+        differences.append(f"the model has no {some(foreign)}")
     others = [
         f"{name} is {weights[name].shape} in the file and {shape} in the model"
         for name, shape in shapes.items()
@@ -141,8 +134,7 @@ def _match(weights: WeightFiles, table: Table, buffers: Sequence[KeptBuffer]) ->
         if row.name in weights and not weights[row.name].dtype.is_floating_point
     ]
     if others:
-        more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
-        differences.append("; ".join(others[:NAMED]) + more)
+        differences.append(some(others, "; "))
     if differences:
         raise CheckpointMismatch(
             f"{weights.path}: weights of another model: {'; '.join(differences)}. Build the model they belong to"
@@ -151,11 +143,7 @@ def _match(weights: WeightFiles, table: Table, buffers: Sequence[KeptBuffer]) ->
 
 
 def _match_config(weights: WeightFiles, model: nn.Module) -> None:
-    """Refuse a config.json whose model differs in what shapes do not tell: it would compute other logits.
-
-    Raises:
-        CheckpointMismatch: the message says what is different.
-    """
+    """Refuse a config.json whose model differs in what shapes do not tell: it would compute other logits."""
     heads = getattr(getattr(model, "config", None), "heads", None)
     known = weights.model.get("heads", heads)
     if heads is not None and heads != known:
@@ -165,23 +153,14 @@ def _match_config(weights: WeightFiles, model: nn.Module) -> None:
         )
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
-
-
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _RankPiece:
-    """Some of the elements of one parameter that this rank holds.
+    """Some elements of one parameter that this rank holds.
 
-    Attributes:
-        name: of the parameter.
-        window: in which they are, in the inventory's table.
-        place: of them, in the order of ``inventory.needed``.
-        values: fp32.
+    ``window`` is where they are in the inventory's table, ``place`` where in the order of ``inventory.needed``.
     """
 
     name: str
@@ -191,11 +170,7 @@ class _RankPiece:
 
 
 def _pieces(weights: WeightFiles, inventory: Inventory) -> Iterator[_RankPiece]:
-    """All elements of ``inventory.needed``, in that order. Runs with gaps are read with what lies between them.
-
-    Raises:
-        CheckpointMismatch: a tied parameter has two values.
-    """
+    """All elements of ``inventory.needed``, in that order. Runs with gaps are read with what lies between them."""
     names = _names(inventory.table)
     begin = 0
     for row, entry in zip(inventory.rows, inventory.needed.entries, strict=True):
@@ -224,14 +199,7 @@ def _pieces(weights: WeightFiles, inventory: Inventory) -> Iterator[_RankPiece]:
 
 
 def _look(weights: WeightFiles, inventory: Inventory, keep: Tensor | None) -> list[str]:
-    """Read everything, and put it into ``keep`` if that is given.
-
-    Returns:
-        Parameters with elements that are not finite.
-
-    Raises:
-        CheckpointMismatch: the model cannot have them.
-    """
+    """Read everything, into ``keep`` if given. Returns names of parameters with elements that are not finite."""
     found: dict[str, None] = {}
     for piece in _pieces(weights, inventory):
         if inventory.half is not None:
@@ -247,11 +215,7 @@ def _look(weights: WeightFiles, inventory: Inventory, keep: Tensor | None) -> li
 
 
 def _stream(weights: WeightFiles, inventory: Inventory, sharding: Sharding) -> None:
-    """Bring the elements to where they rest, a piece at a time. Collective over world.
-
-    Raises:
-        TierError: on every rank. Nobody may use the model before the next load.
-    """
+    """Bring the elements to where they rest, a piece at a time. Collective over world."""
     inventory.end_step()
     shards = [unit.away for unit in sharding.units if unit.away is not None]
     try:

@@ -1,8 +1,6 @@
 """Weights that other programs wrote: tensors by name, of which any range of elements can be read.
 
-Owns: which files a path means, what is in them, and reading no more than is asked for. Must not know: MPI, HDF5,
-models, checkpoints. Formats are safetensors and files of ``torch.save`` (read with ``weights_only``), one file or many
-with an index.
+Formats are safetensors and files of ``torch.save`` (read with ``weights_only``), one file or many with an index.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import os
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -52,17 +51,16 @@ class TorchFile:
         self._values: list[str] = []
         self.has_checksums = True
         self._open()
-        try:
-            with warnings.catch_warnings():  # of tensors in beta state, which are refused below
-                warnings.simplefilter("ignore", UserWarning)
-                content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except (MemoryError, OSError) as error:
-            raise _of_the_machine(file, error) from error
-        except Exception as error:  # a pickle that is damaged raises anything
-            raise CheckpointError(
-                f"{file}: torch.load cannot read it with weights_only=True and mmap=True: {_first_line(error)}; write "
-                "the state_dict anew with torch.save of a recent torch"
-            ) from error
+        with (
+            _reading(
+                file,
+                "torch.load cannot read it with weights_only=True and mmap=True",
+                "write the state_dict anew with torch.save of a recent torch",
+            ),
+            warnings.catch_warnings(),
+        ):  # of tensors in beta state, which are refused below
+            warnings.simplefilter("ignore", UserWarning)
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(content, Mapping):
             raise CheckpointError(
                 f"{file}: holds a {type(content).__name__}, expected a state_dict"
@@ -86,16 +84,10 @@ class TorchFile:
             self._read(self._values[part::parts])
 
     def _open(self) -> None:
-        try:
-            with zipfile.ZipFile(self._file) as archive:
-                entries = archive.infolist()
-        except (MemoryError, OSError) as error:
-            raise _of_the_machine(self._file, error) from error
-        except Exception as error:  # of a damaged archive, anything
-            raise CheckpointError(
-                f"{self._file}: no file of torch.save, or damaged: {_first_line(error)}; fetch it again, or write it "
-                "anew with torch.save of a recent torch"
-            ) from error
+        what = "no file of torch.save, or damaged"
+        remedy = "fetch it again, or write it anew with torch.save of a recent torch"
+        with _reading(self._file, what, remedy), zipfile.ZipFile(self._file) as archive:
+            entries = archive.infolist()
         names = [entry.filename for entry in entries]
         if len(set(names)) < len(names) or any(entry.compress_type for entry in entries):
             raise CheckpointError(
@@ -109,19 +101,17 @@ class TorchFile:
 
     def _read(self, names: list[str]) -> None:
         """Read to the end, where zipfile compares the checksum."""
-        name = ""
-        try:
-            with zipfile.ZipFile(self._file) as archive:
-                for name in names:
-                    with archive.open(name) as entry:
-                        while entry.read(BLOCK_NBYTES):
-                            pass
-        except (MemoryError, OSError) as error:
-            raise _of_the_machine(self._file, error) from error
-        except Exception as error:  # as in _open
-            raise CheckpointError(
-                f"{self._file}: damaged at {name!r}: {_first_line(error)}; fetch it again"
-            ) from error
+        with (
+            _reading(self._file, "damaged", "fetch it again"),
+            zipfile.ZipFile(self._file) as archive,
+        ):
+            for name in names:
+                with (
+                    _reading(self._file, f"damaged at {name!r}", "fetch it again"),
+                    archive.open(name) as entry,
+                ):
+                    while entry.read(BLOCK_NBYTES):
+                        pass
 
     def _plain(self, key: object, value: object) -> Tensor:
         """``value``, if it is a tensor whose elements all exist, each in memory of its own; refuses others."""
@@ -150,15 +140,20 @@ class TorchFile:
         return tensor
 
 
-def _of_the_machine(file: Path, error: MemoryError | OSError) -> CheckpointError:
-    """Whether an error is the machine's: another file would not do better."""
-    why = reason(error) if isinstance(error, OSError) else f"out of memory: {_first_line(error)}"
-    return CheckpointError(f"{file}: cannot be read: {why}")
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error)
-    return text.splitlines()[0][:300] if text else type(error).__name__
+@contextmanager
+def _reading(file: Path, what: str, remedy: str) -> Iterator[None]:
+    """Errors become CheckpointError: those of the machine, which another file would meet too, and all others."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {reason(error)}") from error
+    except Exception as error:  # of a damaged archive or pickle, anything
+        why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        if isinstance(error, MemoryError):
+            raise CheckpointError(f"{file}: cannot be read: out of memory: {why}") from error
+        raise CheckpointError(f"{file}: {what}: {why}; {remedy}") from error
 
 
 LAYOUTS = ("hpczero", "gpt2")
@@ -205,11 +200,7 @@ class HeldTensor:
         return self.read(()).T if self.transposed else self.read(())
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Elements [start, stop), flat, fp32, in pieces.
-
-        Raises:
-            CheckpointMismatch: fp32 cannot hold a finite value.
-        """
+        """Elements [start, stop), flat, fp32, in pieces. Raises CheckpointMismatch: fp32 cannot hold a finite value."""
         for part in self.own_pieces(start, stop):
             yield cast(part, torch.float32, self.label)
 
@@ -229,13 +220,8 @@ class HeldTensor:
 def cast(values: Tensor, dtype: torch.dtype, label: str) -> Tensor:
     """``values`` in another dtype: rounded if both are floating, else the same numbers.
 
-    Args:
-        values: of any shape.
-        dtype: of the result.
-        label: names the values in the message.
-
     Raises:
-        CheckpointMismatch: a finite value would become infinite, or a number would change.
+        CheckpointMismatch: a finite value would become infinite, or a number would change. The message has ``label``.
     """
     if values.dtype == dtype:
         return values
@@ -445,7 +431,6 @@ def _gpt2_model(config: Path) -> dict[str, Any]:
 
 
 def _open(file: Path) -> tuple[dict[str, HeldTensor], dict[str, str], Check | None]:
-    """Tensors, metadata, and what checks values against digests if there are any."""
     return _open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file)
 
 
@@ -455,17 +440,15 @@ def _open_safetensors(file: Path) -> tuple[dict[str, HeldTensor], dict[str, str]
             file, framework="pt", device="cpu"
         )  # Any: the library ships no types
         found = {}
-        codes = {}
         for key in opened.keys():  # noqa: SIM118  (it is no dictionary)
             part = opened.get_slice(key)
-            codes[key] = part.get_dtype()
-            if codes[key] not in _DTYPES:
+            code = part.get_dtype()
+            if code not in _DTYPES:
                 raise CheckpointError(
-                    f"{file}: {key!r} is {codes[key]}, expected one of {', '.join(_DTYPES)}; convert it"
+                    f"{file}: {key!r} is {code}, expected one of {', '.join(_DTYPES)}; convert it"
                 )
-            found[key] = HeldTensor(
-                tuple(part.get_shape()), _DTYPES[codes[key]], False, part.__getitem__
-            )
+            shape = tuple(part.get_shape())
+            found[key] = HeldTensor(shape, _DTYPES[code], False, part.__getitem__)
         metadata = dict(opened.metadata() or {})
         digests = Digests.of(metadata, found)
     except (OSError, ValueError, MemoryError, SafetensorError) as error:
@@ -481,7 +464,8 @@ def _open_safetensors(file: Path) -> tuple[dict[str, HeldTensor], dict[str, str]
                 p.contiguous().view(torch.uint8).numpy() for p in held.own_pieces(0, held.numel)
             )
             try:
-                digests.check(key, tensor_digest(codes[key], held.shape, flat))
+                code, _ = DTYPES[str(held.dtype).removeprefix("torch.")]
+                digests.check(key, tensor_digest(code, held.shape, flat))
             except ValueError as error:
                 raise CheckpointError(f"{file}: damaged: {error}; fetch it again") from error
 
@@ -506,9 +490,7 @@ def _open_torch(file: Path) -> tuple[dict[str, HeldTensor], dict[str, str], Chec
 
 
 def of_gpt2(weights: WeightFiles) -> dict[str, str]:
-    """The head of a GPT-2, with the token embedding it is tied to.
-
-    A head of its own is not tied, unless config.json says so.
+    """The head of a GPT-2, with the token embedding it is tied to: a head of its own only if config.json says so.
 
     Raises:
         CheckpointMismatch: config.json ties a head that differs from the token embedding.
