@@ -1,7 +1,5 @@
 """Exchange: the collectives of one group, on flat tensors in memory of the host.
 
-Owns: which bytes go where, and in which pieces. Must not know: torch's process groups, threads.
-
 Bytes take a path of ``comm.sums``: memory that the ranks of a node share, or messages. With each exchange a path tells
 what every rank calls. Ranks in different calls all raise the same error; nobody waits or gets another call's bytes. A
 large all-reduce is a reduction of parts and a gather of them; a small one, and one of two ranks, is one gather of which
@@ -14,10 +12,9 @@ import ctypes
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -30,6 +27,9 @@ from hpczero.job.group import Group
 
 WHOLE_NBYTES = 64 * 2**10  # up to here everybody joins everything
 MESSAGE_NBYTES = 2**30  # of one message: MPI counts in 32 bits
+
+# What is done with the rows of all ranks, given the place of a piece, and of each rank the elements there.
+Read = Callable[[int, Sequence[Tensor]], None]
 
 
 class BridgeExchange:
@@ -65,9 +65,7 @@ class BridgeExchange:
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        self._gathered(
-            "barrier", [torch.empty(0, dtype=torch.uint8, device="cpu")], lambda *_: None
-        )
+        self._meet("barrier")
 
     def all_gather(self, own: Tensor, rows: Sequence[Tensor]) -> None:
         """``own`` of every rank into ``rows``.
@@ -76,34 +74,19 @@ class BridgeExchange:
             own: any dtype; the same dtype and length on every rank.
             rows: one for each rank, of dtype and length of ``own``; the own one may be ``own`` itself.
         """
-        targets = [as_bytes(row) for row in rows]
-
-        def read(start: int, found: Sequence[Tensor]) -> None:
-            for target, row in zip(targets, found, strict=True):
-                target[start : start + row.numel()].copy_(row)
-
-        self._gathered(f"all_gather of {words(own)}", [as_bytes(own)], read)
+        what = f"all_gather of {words(own)}"
+        self._gathered(what, as_bytes(own), copying(dict(enumerate(rows))))
 
     def broadcast(self, flat: Tensor, root: int) -> None:
         """``flat`` of rank ``root`` into that of all others; the same dtype and length on every rank."""
-        target = as_bytes(flat)
-
-        def read(start: int, found: Sequence[Tensor]) -> None:
-            if self.rank != root:
-                row = found[root]
-                target[start : start + row.numel()].copy_(row)
-
-        self._gathered(f"broadcast of {words(flat)} from rank {root}", [target], read, only=root)
+        what = f"broadcast of {words(flat)} from rank {root}"
+        read = nothing if self.rank == root else copying({root: flat})
+        self._gathered(what, as_bytes(flat), read, only=root)
 
     def gather(self, own: Tensor, rows: Sequence[Tensor] | None, root: int) -> None:
         """``own`` of every rank into ``rows`` of rank ``root``; the others give None."""
-        targets = [as_bytes(row) for row in rows or ()]
-
-        def read(start: int, found: Sequence[Tensor]) -> None:
-            for target, row in zip(targets, found, strict=False):
-                target[start : start + row.numel()].copy_(row)
-
-        self._gathered(f"gather of {words(own)} to rank {root}", [as_bytes(own)], read)
+        what = f"gather of {words(own)} to rank {root}"
+        self._gathered(what, as_bytes(own), copying(dict(enumerate(rows or ()))))
 
     def all_reduce(self, flat: Tensor, reduction: Reduction) -> None:
         """``flat`` of all ranks, reduced, into ``flat`` of all ranks; the same bits on every rank."""
@@ -111,28 +94,22 @@ class BridgeExchange:
         what = f"all_reduce {reduction.name} of {words(flat)}"
         source = reduction.prepared(flat)
         if self.size == 2 or flat.numel() * flat.element_size() <= WHOLE_NBYTES:
-
-            def read(start: int, found: Sequence[Tensor]) -> None:
-                reduction.join(found, flat[start : start + found[0].numel()])
-
-            self._gathered(what, [source], read)
+            self._gathered(what, source, joining(reduction, flat))
             return
         parts = flat.tensor_split(self.size)
-        self._reduce_parts(what, source.tensor_split(self.size), parts[self.rank], reduction)
+        own = parts[self.rank]
+        self._swapped(what, source.tensor_split(self.size), joining(reduction, own))
         # Ranks agree on the call by now; parts may differ by one element.
-        self._spread(what, parts)
+        others = {rank: part for rank, part in enumerate(parts) if rank != self.rank}
+        most = as_bytes(parts[0]).numel()
+        self._gathered(f"{what}, parts", as_bytes(own), copying(others), most=most)
 
     def reduce(self, flat: Tensor, reduction: Reduction, root: int) -> None:
         """``flat`` of all ranks, reduced, into that of rank ``root``; the others keep theirs."""
         reduction.check(flat.dtype)
-        source = reduction.prepared(flat)
-
-        def read(start: int, found: Sequence[Tensor]) -> None:
-            if self.rank == root:
-                reduction.join(found, flat[start : start + found[0].numel()])
-
         what = f"reduce {reduction.name} of {words(flat)} to rank {root}"
-        self._gathered(what, [source], read)
+        read = joining(reduction, flat) if self.rank == root else nothing
+        self._gathered(what, reduction.prepared(flat), read)
 
     def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, reduction: Reduction) -> None:
         """Part ``rank`` of all ranks, reduced, into ``out``.
@@ -143,13 +120,13 @@ class BridgeExchange:
             reduction: the same on every rank.
         """
         reduction.check(out.dtype)
-        what = scatter_words(parts, reduction)
-        self._reduce_parts(what, [reduction.prepared(part) for part in parts], out, reduction)
+        given = [reduction.prepared(part) for part in parts]
+        self._swapped(scatter_words(parts, reduction), given, joining(reduction, out))
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
         """Part ``rank`` of rank ``root`` into ``out``; ranks other than ``root`` give None."""
         target = as_bytes(out)
-        self._gathered(f"scatter of {words(out)} from rank {root}", [target[:0]], lambda *_: None)
+        self._meet(f"scatter of {words(out)} from rank {root}")
         given = [target[:0]] * self.size if parts is None else [as_bytes(part) for part in parts]
         came = [target if rank == root else target[:0] for rank in range(self.size)]
         self._send_all(given, came)
@@ -174,7 +151,7 @@ class BridgeExchange:
 
         self._swapped(what, told, read)
         verdict = torch.tensor([odd[0] if odd else -1], dtype=torch.int64, device="cpu")
-        self._gathered(what, [verdict], lambda _, found: self._check_lengths(what, found))
+        self._gathered(what, verdict, lambda _, found: self._check_lengths(what, found))
         self._send_all(out, into)
 
     # --- pieces
@@ -205,59 +182,38 @@ class BridgeExchange:
     def _gathered(
         self,
         what: str,
-        own: Sequence[Tensor],
-        read: Callable[[int, Sequence[Tensor]], None],
+        own: Tensor,
+        read: Read,
         *,
         only: int | None = None,
+        most: int | None = None,
     ) -> None:
-        """Show ``own[0]`` to all ranks, or that of rank ``only``; ``read`` gets the place of a piece and all rows."""
-        flat = own[0]
+        """Show ``own`` to all ranks, or that of rank ``only``; ``most``: its length on the rank that has most."""
         if self.size == 1:
-            read(0, [flat])
+            read(0, [own])
             return
-        path, say = self._open(), self._say(what)
-        kind, room = kind_of(what), path.room_nbytes // flat.element_size()
-        for start in range(0, max(flat.numel(), 1), room):
-            piece = flat[start : start + room]
-            brought = piece if only in (None, self.rank) else piece[:0]
-            rows = path.gather(brought, SumCall(kind, brought.numel()), say).rows
-            read(start, rows)
+        path, kind = self._open(), kind_of(what)
+        room = path.room_nbytes // own.element_size()
+        for start in range(0, max(most or own.numel(), 1), room):
+            piece = own[start : start + room] if only in (None, self.rank) else own[:0]
+            read(start, path.gather(piece, SumCall(kind, piece.numel()), self._say(what)).rows)
             path.done()
 
-    def _swapped(
-        self, what: str, parts: Sequence[Tensor], read: Callable[[int, Sequence[Tensor]], None]
-    ) -> None:
-        """Give each rank its part; ``read`` gets the place of a piece and the rows from all ranks."""
+    def _swapped(self, what: str, parts: Sequence[Tensor], read: Read) -> None:
+        """Give each rank its part."""
         if self.size == 1:
             read(0, [parts[0]])
             return
-        path, say = self._open(), self._say(what)
-        kind, room = kind_of(what), path.room_nbytes // self.size // parts[0].element_size()
-        most = max(part.numel() for part in parts)
-        for start in range(0, max(most, 1), room):
+        path, kind = self._open(), kind_of(what)
+        room = path.room_nbytes // self.size // parts[0].element_size()
+        for start in range(0, max(*(part.numel() for part in parts), 1), room):
             pieces = [part[start : start + room] for part in parts]
-            read(start, path.swap(pieces, SumCall(kind), say))
+            read(start, path.swap(pieces, SumCall(kind), self._say(what)))
             path.done()
 
-    def _reduce_parts(
-        self, what: str, parts: Sequence[Tensor], out: Tensor, reduction: Reduction
-    ) -> None:
-        def read(start: int, found: Sequence[Tensor]) -> None:
-            reduction.join(found, out[start : start + found[0].numel()])
-
-        self._swapped(what, parts, read)
-
-    def _spread(self, what: str, parts: Sequence[Tensor]) -> None:
-        """Every rank's own part to all; parts may differ in length."""
-        path, say, own = self._open(), self._say(what), parts[self.rank]
-        kind, room = kind_of(what, "parts"), path.room_nbytes // own.element_size()
-        for start in range(0, max(part.numel() for part in parts), room):
-            piece = own[start : start + room]
-            rows = path.gather(piece, SumCall(kind, piece.numel()), say).rows
-            for rank, (part, row) in enumerate(zip(parts, rows, strict=True)):
-                if rank != self.rank:
-                    part[start : start + row.numel()].copy_(row)
-            path.done()
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks."""
+        self._gathered(what, torch.empty(0, dtype=torch.uint8, device="cpu"), nothing)
 
     def _open(self) -> Path:
         if self._path is None:
@@ -266,6 +222,26 @@ class BridgeExchange:
 
     def _say(self, what: str) -> Callable[[], str]:
         return lambda: f"{what} over process group {self._name}"
+
+
+def nothing(start: int, rows: Sequence[Tensor]) -> None:
+    """Read no rows."""
+
+
+def copying(targets: Mapping[int, Tensor]) -> Read:
+    """Copy the rows of some ranks, bytes, into their ``targets``."""
+    into = {rank: as_bytes(target) for rank, target in targets.items()}
+
+    def read(start: int, rows: Sequence[Tensor]) -> None:
+        for rank, target in into.items():
+            target[start : start + rows[rank].numel()].copy_(rows[rank])
+
+    return read
+
+
+def joining(reduction: Reduction, out: Tensor) -> Read:
+    """Reduce the rows of all ranks into ``out``."""
+    return lambda start, rows: reduction.join(rows, out[start : start + rows[0].numel()])
 
 
 def words(flat: Tensor) -> str:
@@ -322,34 +298,35 @@ class Reads:
         """Reads between the ranks of ``group``, or None where one of them may not. Collective over ``group``."""
         if group.num_nodes > 1 or group.size == 1 or not sys.platform.startswith("linux"):
             return None
-        token = np.frombuffer(secrets.token_bytes(TOKEN_NBYTES), dtype=np.uint8).copy()
-        told = group.comm.allgather((os.getpid(), token.ctypes.data, token.tobytes()))
+        token = torch.tensor(
+            list(secrets.token_bytes(TOKEN_NBYTES)), dtype=torch.uint8, device="cpu"
+        )
+        told = group.comm.allgather((os.getpid(), token.data_ptr(), token.tolist()))
+        reads: Reads | None = None
         try:
-            reads: Reads | None = cls([process for process, _, _ in told])
-        except AttributeError:  # a C library without it
+            reads = cls([process for process, _, _ in told])
+            for rank, (_, address, expected) in enumerate(told):
+                found = torch.zeros_like(token)
+                reads.fill(found, rank, address)
+                if found.tolist() != expected:
+                    reads = None
+                    break
+        except (AttributeError, CommError):  # a C library without the call, or not allowed
             reads = None
-        works = reads is not None
-        for rank, (_, address, expected) in enumerate(told):
-            found = np.zeros(TOKEN_NBYTES, dtype=np.uint8)
-            try:
-                works = works and reads is not None
-                if works and reads is not None:
-                    reads.fetch(rank, address, found.ctypes.data, TOKEN_NBYTES)
-                    works = found.tobytes() == expected
-            except CommError:
-                works = False
         # The token must live until all have read it.
-        return reads if all(group.comm.allgather(works)) else None
+        return reads if all(group.comm.allgather(reads is not None)) else None
 
-    def fetch(self, rank: int, address: int, into: int, nbytes: int) -> None:
-        """Copy ``nbytes`` at ``address`` of ``rank``'s process to ``into`` of this one. Not collective.
+    def fill(self, target: Tensor, rank: int, address: int) -> None:
+        """Fill a contiguous tensor from ``address`` of ``rank``'s process. Not collective.
 
         Raises:
             CommError: it is not allowed, or not memory of that process.
         """
-        done = 0
+        done, nbytes = 0, target.numel() * target.element_size()
         while done < nbytes:  # the kernel copies at most 2 GiB at a time
-            here, there = (_IOVec(start + done, nbytes - done) for start in (into, address))
+            here, there = (
+                _IOVec(start + done, nbytes - done) for start in (target.data_ptr(), address)
+            )
             copied = self._call(self._processes[rank], here, 1, there, 1, 0)
             if copied <= 0:
                 number = ctypes.get_errno()
@@ -358,10 +335,6 @@ class Reads:
                     f"{os.strerror(number)}"
                 )
             done += copied
-
-    def fill(self, target: Tensor, rank: int, address: int) -> None:
-        """Fill a contiguous tensor from ``address`` of ``rank``'s process. Not collective."""
-        self.fetch(rank, address, target.data_ptr(), target.numel() * target.element_size())
 
 
 LEAST_NBYTES = 2**21  # of a whole call; below, a wait costs more than copies
@@ -401,9 +374,8 @@ class DirectReads(BridgeExchange):
         if reads is None:
             super().reduce_scatter(parts, out, reduction)
             return
-        what = scatter_words(parts, reduction)
         given = [reduction.prepared(part) for part in parts]
-        with self._shown(what, *given) as addresses:
+        with self._shown(scatter_words(parts, reduction), *given) as addresses:
             mine = addresses[self.rank :: self.size]
             self._reduce_read(reads, mine, given[self.rank], out, reduction)
 
@@ -437,9 +409,8 @@ class DirectReads(BridgeExchange):
     @override
     def _open(self) -> Path:
         if self._path is None:
-            path = super()._open()
+            self._path = super()._open()
             self._reads = Reads.create(self.group)
-            return path
         return self._path
 
     def _others(self) -> list[int]:
@@ -450,19 +421,12 @@ class DirectReads(BridgeExchange):
     def _shown(self, what: str, *tensors: Tensor) -> Iterator[list[int]]:
         """Where these tensors of every rank lie, rank by rank; they must stay as they are inside."""
         found: list[int] = []
-        own = torch.tensor(
-            [tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device="cpu"
-        )
-        self._gathered(
-            f"{what}, directly", [own], lambda _, rows: found.extend(torch.cat(list(rows)).tolist())
-        )
+        own = torch.tensor([each.data_ptr() for each in tensors], dtype=torch.int64, device="cpu")
+        tell = f"{what}, directly"
+        self._gathered(tell, own, lambda _, rows: found.extend(torch.cat(list(rows)).tolist()))
         yield found
         # At an error nobody is waited for: the line is broken then.
         self._meet(f"{what}, read")
-
-    def _meet(self, what: str) -> None:
-        """Wait for all ranks."""
-        self._gathered(what, [torch.empty(0, dtype=torch.uint8, device="cpu")], lambda *_: None)
 
     def _reduce_read(
         self,

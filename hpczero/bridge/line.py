@@ -1,7 +1,4 @@
-"""Line: the calls of one process group, one behind the other, beside the program.
-
-Owns: the order of calls, the thread that makes them, and what torch sees of a call that was started. Must not know:
-what the calls do.
+"""Line: the calls of one process group, one behind the other, beside the program; and what torch sees of a call.
 
 MPI matches the calls of a communicator by their order. torch's programs start calls and wait later. Calls of several
 groups may overtake each other. Each group therefore has a thread of its own, which makes its calls in the order in
@@ -42,11 +39,55 @@ from typing_extensions import override
 from hpczero.errors import CommError, HpcZeroError
 from hpczero.job.watchdog import Watchdog
 
+# Of a future its number, what completes it, and the call.
 Ending = tuple[int, Future[Any], str]
-"""Of a future its number, what completes it, and the call."""
 
 
-class Started(dist.Work):
+def until(done: Callable[[], bool], limit_s: float = math.inf, *, nap_s: float = 1e-3) -> bool:
+    """Look every ``nap_s`` seconds; whether ``done`` was true within ``limit_s`` seconds."""
+    deadline = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(nap_s)
+    return True
+
+
+class BridgeWork(dist.Work):
+    """What a call that was started has in common with a message under way."""
+
+    def __init__(self, what: str, result: Any) -> None:
+        """Not collective. ``what`` names it in messages; ``result`` is what it fills."""
+        super().__init__()
+        self._what, self._result = what, result
+        self._error: BaseException | None = None
+
+    def future(self, trigger: Future[Any]) -> Future[Any]:
+        """A future of ``result``, which is looked at when ``trigger`` is set.
+
+        An exception that is set on a future is seen by Python alone. One that a callback raises is seen by C++ too.
+        """
+        return trigger.then(lambda _: self.result())
+
+    @override
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    @override
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    @override
+    def result(self) -> Any:
+        self.wait()
+        return self._result
+
+    @override
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class Started(BridgeWork):
     """A call that was started: what ``async_op=True`` returns."""
 
     def __init__(
@@ -61,11 +102,9 @@ class Started(dist.Work):
             number: of the call there.
             limit_s: seconds that ``wait`` waits; None waits until the group's watchdog ends the job.
         """
-        super().__init__()
-        self._what, self._result, self._limit_s = what, result, limit_s
-        self._line, self._number = line, number
+        super().__init__(what, result)
+        self._line, self._number, self._limit_s = line, number, limit_s
         self._done = threading.Event()
-        self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._futures: list[Ending] = []
 
@@ -104,14 +143,7 @@ class Started(dist.Work):
     def get_future(self) -> Future[Any]:
         """A future of the call, which fails where the call does."""
         trigger: Future[Any] = Future()
-
-        # An exception that is set on a future is seen by Python alone. One that a callback raises is seen by C++ too.
-        def result(_: Future[Any]) -> Any:
-            if self._error is not None:
-                raise self._error
-            return self._result
-
-        future = trigger.then(result)
+        future = self.future(trigger)
         self._come_to_turn()
         with self._lock:
             pending = not self._done.is_set()
@@ -129,23 +161,6 @@ class Started(dist.Work):
     @override
     def is_completed(self) -> bool:
         return self._done.is_set()
-
-    @override
-    def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
-
-    @override
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    @override
-    def result(self) -> Any:
-        self.wait()
-        return self._result
-
-    @override
-    def synchronize(self) -> None:
-        self.wait()
 
 
 class Line:
@@ -220,12 +235,7 @@ class Line:
 
     def drain(self, limit_s: float) -> bool:
         """Whether all that was started has ended within ``limit_s`` seconds. Not collective."""
-        deadline = time.monotonic() + limit_s
-        while self._waiting:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)
-        return True
+        return until(lambda: not self._waiting, limit_s)
 
     def close(self) -> None:
         """End the thread, after what was started."""

@@ -1,27 +1,25 @@
 """Messages from one rank of a process group to another: send, receive, receive from anybody.
 
-Owns: MPI's requests and the memory that they use. Must not know: collectives.
-
 A message starts where the program starts it, on a communicator of its own. In the line of collectives a receive would
 hold up the send behind it.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from hpczero.bridge.tensors import Target, check, check_apart, flat
+from hpczero.bridge.line import BridgeWork, until
+from hpczero.bridge.tensors import check, check_apart, fill, flat
 from hpczero.comm.sums import as_bytes
 from hpczero.errors import CommError
 from hpczero.job.watchdog import Watchdog
@@ -31,14 +29,14 @@ NAP_S = 50e-6
 LOOKS = 200  # before a wait sleeps between looks
 
 
-class MessageWork(dist.Work):
+class MessageWork(BridgeWork):
     """A message under way: what ``isend`` and ``irecv`` return."""
 
     def __init__(
         self,
         what: str,
         requests: list[MPI.Request],
-        tensors: list[Tensor],
+        tensor: Tensor,
         watchdog: Watchdog,
         end: Callable[[list[MPI.Status]], None],
     ) -> None:
@@ -47,19 +45,18 @@ class MessageWork(dist.Work):
         Args:
             what: names it.
             requests: of MPI.
-            tensors: of the program.
+            tensor: of the program.
             watchdog: looks at waits.
             end: called once with what MPI says of each request, when all are done.
         """
-        super().__init__()
-        self._what, self._requests, self._tensors = what, requests, tensors
-        self._watchdog, self._end = watchdog, end
+        super().__init__(what, [tensor])
+        self._requests, self._watchdog, self._end = requests, watchdog, end
         self._lock = threading.Lock()
         self._over = False
         self._source = -1
-        self._error: BaseException | None = None
 
-    def test(self) -> bool:
+    @override
+    def is_completed(self) -> bool:
         """Whether it has arrived. What it brought is then in its place."""
         with self._lock:
             if self._over:
@@ -91,18 +88,15 @@ class MessageWork(dist.Work):
             CommError: not in time, or another number of bytes than expected has come.
         """
         limit_s = timeout.total_seconds()
-        deadline = time.monotonic() + limit_s
         with self._watchdog.watch(self._what):
-            looks = 0
-            while not self.test():
-                looks += 1
-                if looks > LOOKS:
-                    time.sleep(NAP_S)
-                if limit_s > 0 and time.monotonic() > deadline:
-                    raise CommError(
-                        f"{self._what} has not ended within {limit_s:g} s: the other rank has not made "
-                        "the matching call"
-                    )
+            at_once = any(self.is_completed() for _ in range(LOOKS))
+            if not at_once and not until(
+                self.is_completed, limit_s if limit_s > 0 else math.inf, nap_s=NAP_S
+            ):
+                raise CommError(
+                    f"{self._what} has not ended within {limit_s:g} s: the other rank has not made "
+                    "the matching call"
+                )
         if self._error is not None:
             raise self._error
         return True
@@ -111,35 +105,9 @@ class MessageWork(dist.Work):
     def get_future(self) -> Future[Any]:
         """A future of the message, on a thread that waits for it."""
         trigger: Future[Any] = Future()
-
-        def result(_: Future[Any]) -> list[Tensor]:
-            self.wait()
-            return self._tensors
-
-        future = trigger.then(result)
+        future = self.future(trigger)
         threading.Thread(target=trigger.set_result, args=(None,), daemon=True).start()
         return future
-
-    @override
-    def is_completed(self) -> bool:
-        return self.test()
-
-    @override
-    def is_success(self) -> bool:
-        return self.test() and self._error is None
-
-    @override
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    @override
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self._tensors
-
-    @override
-    def synchronize(self) -> None:
-        self.wait()
 
     @override
     def source_rank(self) -> int:
@@ -164,9 +132,8 @@ class GroupMessages:
         """
         self._comm, self._watchdog, self._name = comm, watchdog, name
         self._most_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
-        self._under_way: list[
-            MessageWork
-        ] = []  # MPI uses their memory, also if the program forgets them
+        # MPI uses their memory, also if the program forgets them.
+        self._under_way: list[MessageWork] = []
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> MessageWork:
         """Start to send ``tensor``, of any dtype and strides, to ``rank``. Not collective."""
@@ -180,7 +147,7 @@ class GroupMessages:
             requests = [
                 self._comm.Isend([piece.numpy(), MPI.BYTE], rank, tag) for piece in _pieces(source)
             ]
-            return self._started(MessageWork(what, requests, [tensor], self._watchdog, end))
+            return self._started(MessageWork(what, requests, tensor, self._watchdog, end))
 
     def receive(self, tensor: Tensor, rank: int | None, tag: int) -> MessageWork:
         """Start to receive into ``tensor``, of any dtype and strides. Not collective.
@@ -192,8 +159,8 @@ class GroupMessages:
         """
         what = self._words("receive", tensor, rank, tag)
         check_apart(what, [tensor])
-        target = Target(tensor)
-        pieces = _pieces(as_bytes(target.flat))
+        values = flat(tensor)
+        pieces = _pieces(as_bytes(values))
         source = MPI.ANY_SOURCE if rank is None else rank
         if rank is None and len(pieces) > 1:
             raise CommError(
@@ -208,25 +175,20 @@ class GroupMessages:
                         f"{what}: {came} bytes have come, expected {piece.numel()}; sender and receiver need "
                         "tensors of one size"
                     )
-            target.done()
+            fill(tensor, values)
 
         with self._watchdog.collective(what):
             requests = [
                 self._comm.Irecv([piece.numpy(), MPI.BYTE], source, tag) for piece in pieces
             ]
-            return self._started(MessageWork(what, requests, [tensor], self._watchdog, end))
+            return self._started(MessageWork(what, requests, tensor, self._watchdog, end))
 
     def drain(self, limit_s: float) -> bool:
         """Whether all messages have ended within ``limit_s`` seconds. Not collective."""
-        deadline = time.monotonic() + limit_s
-        while not all(message.test() for message in self._under_way):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)
-        return True
+        return until(lambda: all(each.is_completed() for each in self._under_way), limit_s)
 
     def _started(self, message: MessageWork) -> MessageWork:
-        self._under_way = [other for other in self._under_way if not other.test()]
+        self._under_way = [other for other in self._under_way if not other.is_completed()]
         self._under_way.append(message)
         return message
 

@@ -1,7 +1,4 @@
-"""Start: the process groups of torch, made of communicators.
-
-Owns: registration with torch, the communicators of each group and their end. Must not know: what groups are used for.
-"""
+"""Start: the process groups of torch, made of communicators."""
 
 from __future__ import annotations
 
@@ -11,18 +8,18 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from mpi4py import MPI
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from hpczero.bridge.exchange import DirectReads
-from hpczero.bridge.line import Line
+from hpczero.bridge.line import Line, until
 from hpczero.bridge.messages import GroupMessages
 from hpczero.bridge.process_group import MPIProcessGroup
 from hpczero.bridge.tensors import DEVICES
@@ -50,45 +47,6 @@ LIVELY_S = 1.0  # how long after a question rank 0 looks often
 AGAIN_S = 10e-3  # between questions for a key that is not there yet
 
 
-class KeptValues:
-    """The keys and values themselves."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def ask(self, verb: str, *arguments: Any) -> Any:
-        """Do what a rank asks for."""
-        with self._lock:
-            return getattr(self, f"_{verb}")(*arguments)
-
-    def _set(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-
-    def _get(self, key: str) -> bytes:
-        return self._values[key]
-
-    def _add(self, key: str, amount: int) -> int:
-        total = int(self._values.get(key, b"0")) + amount
-        self._values[key] = str(total).encode()
-        return total
-
-    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """As torch's own stores: a key that is not there is set where nothing is expected."""
-        if self._values.get(key, b"") == expected:
-            self._values[key] = desired
-        return self._values.get(key, expected)
-
-    def _check(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def _delete(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-    def _count(self) -> int:
-        return len(self._values)
-
-
 class MPIStore(Store):
     """A store of torch over MPI."""
 
@@ -100,7 +58,7 @@ class MPIStore(Store):
         """
         super().__init__()
         self._comm, self._lock = comm, threading.Lock()
-        self._kept = KeptValues()
+        self._kept = HashStore()  # the keys and values, on rank 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         if comm.rank == 0 and comm.size > 1:
@@ -151,31 +109,28 @@ class MPIStore(Store):
             CommError: they are not within ``timeout``, or within that of the store.
         """
         limit_s = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
-        deadline = time.monotonic() + limit_s
-        while not self.check(keys):
-            if time.monotonic() > deadline:
-                raise CommError(
-                    f"wait timeout: no rank has set all of the keys {list(keys)} within {limit_s:g} s; another rank "
-                    "has not come to the call that sets them"
-                )
-            time.sleep(AGAIN_S)
+        if not until(lambda: self.check(keys), limit_s, nap_s=AGAIN_S):
+            raise CommError(
+                f"wait timeout: no rank has set all of the keys {list(keys)} within {limit_s:g} s; another rank "
+                "has not come to the call that sets them"
+            )
 
     @override
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete", key))
+        return bool(self._ask("delete_key", key))
 
     @override
     def num_keys(self) -> int:
-        return int(self._ask("count"))
+        return int(self._ask("num_keys"))
 
     deleteKey, getNumKeys = delete_key, num_keys
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
         if self._comm.rank == 0:
-            return self._kept.ask(verb, *arguments)
+            return getattr(self._kept, verb)(*arguments)
         with self._lock:  # one question of a rank at a time
             self._comm.send((verb, arguments), 0, tag=QUESTION)
-            _until(lambda: self._comm.iprobe(0, tag=ANSWER), OFTEN_S)
+            until(lambda: self._comm.iprobe(0, tag=ANSWER), nap_s=OFTEN_S)
             return self._comm.recv(source=0, tag=ANSWER)
 
     def _answer(self) -> None:
@@ -188,14 +143,9 @@ class MPIStore(Store):
                 continue
             asked = time.monotonic()
             verb, arguments = self._comm.recv(source=status.Get_source(), tag=QUESTION)
-            found = self._kept.ask(verb, *arguments)
+            found = getattr(self._kept, verb)(*arguments)
             pending = [(request, kept) for request, kept in pending if not request.Test()]
             pending.append((self._comm.isend(found, status.Get_source(), tag=ANSWER), found))
-
-
-def _until(done: Callable[[], bool], nap_s: float) -> None:
-    while not done():
-        time.sleep(nap_s)
 
 
 def _as_bytes(value: str | bytes) -> bytes:

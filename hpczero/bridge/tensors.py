@@ -1,7 +1,4 @@
-"""Tensors of a program as flat ones, and back: strides, devices, dtypes.
-
-Owns: what is refused before anything is sent, and copies that a call needs. Must not know: ranks.
-"""
+"""Tensors of a program as flat ones, and back; and torch's reduce operations on flat ones."""
 
 from __future__ import annotations
 
@@ -37,48 +34,44 @@ def check(what: str, tensors: Sequence[Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def check_apart(what: str, tensors: Sequence[Tensor | Sequence[Tensor]]) -> None:
+def check_apart(what: str, tensors: Sequence[Tensor]) -> None:
     """Refuse tensors to be filled whose elements share memory, as those of ``expand`` do.
 
     Raises:
         CommError: two elements of one of them lie in the same place.
     """
     for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            check_apart(what, tensor)
-        elif not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+        if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
             raise CommError(
                 f"{what}: got a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, of which several "
                 "elements lie in one place and cannot be filled; call .contiguous() before"
             )
 
 
-def check_equal(what: str, tensors: Sequence[Tensor], like: Tensor, *, count: int) -> None:
+def check_equal(
+    what: str, tensors: Sequence[Tensor], like: Tensor, *, count: int, only: int | None = None
+) -> None:
     """Refuse a list of tensors, one for each rank, that differ from ``like``.
+
+    Args:
+        what: names the call in messages.
+        tensors: of all ranks.
+        like: of this rank.
+        count: number of ranks.
+        only: rank whose tensor alone must have as many elements as ``like``; None: all.
 
     Raises:
         CommError: their number is not ``count``, or one has another dtype or number of elements.
     """
     if len(tensors) != count:
         raise CommError(f"{what}: got {len(tensors)} tensors, expected {count}, one for each rank")
-    for tensor in tensors:
-        if (tensor.dtype, tensor.numel()) != (like.dtype, like.numel()):
+    for rank, tensor in enumerate(tensors):
+        is_equal = tensor.numel() == like.numel() or only not in (None, rank)
+        if tensor.dtype != like.dtype or not is_equal:
             raise CommError(
                 f"{what}: got {tensor.numel()} x {tensor.dtype}, expected {like.numel()} x {like.dtype}: all ranks "
                 "must bring tensors of one dtype and size"
             )
-
-
-def check_parts(what: str, parts: Sequence[Tensor], own: Tensor, size: int, rank: int) -> None:
-    """Refuse a list of tensors of any sizes, one for each rank, whose part for ``rank`` does not fit into ``own``.
-
-    Raises:
-        CommError: as of ``check_equal``; of other parts the number of elements is not compared.
-    """
-    if len(parts) == size:
-        check_equal(what, parts[rank : rank + 1], own, count=1)
-        parts = [part if part.dtype != own.dtype else own for part in parts]
-    check_equal(what, parts, own, count=size)
 
 
 def check_whole(what: str, whole: Tensor, part: Tensor, size: int) -> None:
@@ -117,7 +110,7 @@ def cut(what: str, tensor: Tensor, splits: Sequence[int] | None, size: int) -> l
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements in order, flat, on the host: a view where it can be one. For reading.
+    """The elements in order, flat, on the host: a view where the memory holds them so, else a copy.
 
     A copy has no negative and no conjugate bit, by which the bytes in memory are other numbers than the elements.
     """
@@ -157,24 +150,12 @@ def _end(tensor: Tensor) -> int:
     return tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
-class Target:
-    """Memory that a call fills, for a tensor of any strides.
-
-    Attributes:
-        flat: its elements in order, on the host; a copy where the memory does not hold them so.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        """Not collective. The elements of ``flat`` are those of ``tensor``."""
-        self._tensor = tensor.detach()
-        self.flat = flat(self._tensor)
-
-    def done(self) -> None:
-        """Bring the elements into the tensor, if ``flat`` is a copy."""
-        tensor = self._tensor
-        as_it_is = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-        if not as_it_is or tensor.device.type != "cpu":
-            self._tensor.copy_(self.flat.view(self._tensor.shape))
+def fill(tensor: Tensor, values: Tensor) -> None:
+    """Bring ``values``, which ``flat(tensor)`` gave and a call has filled, into the tensor, if they are a copy."""
+    tensor = tensor.detach()
+    as_it_is = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    if not as_it_is or tensor.device.type != "cpu":
+        tensor.copy_(values.view(tensor.shape))
 
 
 # What torch's reduce operations mean: rows of all ranks, in rank order, become one.
