@@ -1,17 +1,17 @@
 """Conversions: parameters that are made of several tensors of a file, or of another shape, and back.
 
-Owns: the groups of tensors that a converter of transformers takes together. Must not know: files, shards, MPI. The
-experts of a Mixtral, say, are one tensor each in a file and one stacked parameter in the model.
+The experts of a Mixtral, say, are one tensor each in a file and one stacked parameter in the model.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 #
 #     stack of 8 (w1 above w3)     elements [start, stop) -> boxes -> expert 3, rows 5 to 9 of w1, all columns
 
+T = TypeVar("T")
 Box = tuple[range, ...]
 Read = Callable[
     [str, Box], Tensor
@@ -32,15 +33,15 @@ class CannotAssembleError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Assembly:
-    """A tensor of ``shape`` of which boxes can be read."""
+    """A tensor of which boxes can be read. It has the methods that converters ask of a tensor, and no others.
+
+    Attributes:
+        shape: of the tensor.
+        read: gives the values of a box, by reading boxes of tensors of files.
+    """
 
     shape: torch.Size
-
-    def read(self, box: Box, read: Read) -> Tensor:
-        """Values of a box, by reading from tensors of files."""
-        raise NotImplementedError
-
-    # --- what converters ask of a tensor
+    read: Callable[[Box, Read], Tensor]
 
     @property
     def ndim(self) -> int:
@@ -61,23 +62,52 @@ class Assembly:
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Assembly, ...]:
         """As of a tensor."""
-        return _chunk(self, chunks, dim)
+        return self.split(-(-self.shape[dim] // chunks), dim)
 
-    def split(self, size: int | Sequence[int], dim: int = 0) -> tuple[Assembly, ...]:
+    def split(
+        self, split_size_or_sections: int | Sequence[int], dim: int = 0
+    ) -> tuple[Assembly, ...]:
         """As of a tensor."""
-        return _split(self, size, dim)
+        along, sizes = dim % self.ndim, split_size_or_sections
+        length = self.shape[along]
+        if isinstance(sizes, int):
+            sizes = [min(sizes, length - begin) for begin in range(0, length, max(sizes, 1))]
+        if sum(sizes) != length:
+            raise ValueError(f"split of {length} into {list(sizes)}")
+        begins = itertools.accumulate(sizes, initial=0)
+        return tuple(self._narrowed(along, *each) for each in zip(begins, sizes, strict=False))
+
+    def _narrowed(self, along: int, first: int, length: int) -> Assembly:
+        def values(box: Box, read: Read) -> Tensor:
+            own = range(box[along].start + first, box[along].stop + first)
+            return self.read(_with(box, along, own), read)
+
+        return Assembly(torch.Size(_with(self.shape, along, length)), values)
 
     def transpose(self, dim0: int, dim1: int) -> Assembly:
         """As of a tensor."""
-        return _transpose(self, dim0, dim1)
+        dims = (dim0 % self.ndim, dim1 % self.ndim)
+
+        def values(box: Box, read: Read) -> Tensor:
+            return self.read(tuple(_swapped(box, *dims)), read).transpose(*dims)
+
+        return Assembly(torch.Size(_swapped(self.shape, *dims)), values)
 
     def squeeze(self, dim: int) -> Assembly:
         """As of a tensor."""
-        return _squeeze(self, dim)
+        along = dim % self.ndim
+        if self.shape[along] != 1:
+            return self
+
+        def values(box: Box, read: Read) -> Tensor:
+            there = (*box[:along], range(1), *box[along:])
+            return self.read(there, read).squeeze(along)
+
+        return Assembly(torch.Size(_with(self.shape, along)), values)
 
     def unbind(self, dim: int = 0) -> tuple[Assembly, ...]:
         """As of a tensor."""
-        return _unbind(self, dim)
+        return tuple(part.squeeze(dim) for part in self.split(1, dim))
 
     @classmethod
     def __torch_function__(
@@ -92,82 +122,70 @@ class Assembly:
         return _FUNCTIONS[func](*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True, eq=False)
-class FileSource(Assembly):
-    """A tensor of a file."""
-
-    key: str
-
-    def read(self, box: Box, read: Read) -> Tensor:
-        """The box, from the file."""
-        return read(self.key, box)
+def source(key: str, shape: Sequence[int]) -> Assembly:
+    """A tensor of a file as an assembly."""
+    return Assembly(torch.Size(shape), lambda box, read: read(key, box))
 
 
-@dataclass(frozen=True, eq=False)
-class _Stacked(Assembly):
-    parts: tuple[Assembly, ...]
-    along: int
+def _stack(tensors: Sequence[Assembly], dim: int = 0) -> Assembly:
+    first = tensors[0].shape
+    if any(part.shape != first for part in tensors):
+        raise ValueError(f"stack of shapes {[tuple(part.shape) for part in tensors]}")
+    parts = tuple(tensors)  # the caller may change its list
+    along = dim % (len(first) + 1)
 
-    def read(self, box: Box, read: Read) -> Tensor:
-        inner = box[: self.along] + box[self.along + 1 :]
-        return torch.stack([self.parts[n].read(inner, read) for n in box[self.along]], self.along)
+    def values(box: Box, read: Read) -> Tensor:
+        inner = _with(box, along)
+        return torch.stack([parts[n].read(inner, read) for n in box[along]], along)
+
+    return Assembly(torch.Size((*first[:along], len(parts), *first[along:])), values)
 
 
-@dataclass(frozen=True, eq=False)
-class _JoinedTensors(Assembly):
-    parts: tuple[Assembly, ...]
-    along: int
+def _cat(tensors: Sequence[Assembly], dim: int = 0) -> Assembly:
+    first = tensors[0].shape
+    along = dim % len(first)
+    if len({_with(part.shape, along) for part in tensors}) > 1:
+        raise ValueError(f"cat of shapes {[tuple(part.shape) for part in tensors]}")
+    parts = tuple(tensors)
 
-    def read(self, box: Box, read: Read) -> Tensor:
+    def values(box: Box, read: Read) -> Tensor:
         found = []
         begin = 0
-        for part in self.parts:
-            length = part.shape[self.along]
-            first = max(box[self.along].start - begin, 0)
-            mine = range(first, min(box[self.along].stop - begin, length))
+        for part in parts:
+            length = part.shape[along]
+            mine = range(max(box[along].start - begin, 0), min(box[along].stop - begin, length))
             if mine:
-                found.append(part.read(_with(box, self.along, mine), read))
+                found.append(part.read(_with(box, along, mine), read))
             begin += length
-        return found[0] if len(found) == 1 else torch.cat(found, self.along)
+        return found[0] if len(found) == 1 else torch.cat(found, along)
+
+    length = sum(part.shape[along] for part in parts)
+    return Assembly(torch.Size(_with(first, along, length)), values)
 
 
-@dataclass(frozen=True, eq=False)
-class _Narrowed(Assembly):
-    part: Assembly
-    along: int
-    first: int
-
-    def read(self, box: Box, read: Read) -> Tensor:
-        own = box[self.along]
-        there = range(own.start + self.first, own.stop + self.first)
-        return self.part.read(_with(box, self.along, there), read)
-
-
-@dataclass(frozen=True, eq=False)
-class _Squeezed(Assembly):
-    part: Assembly
-    along: int
-
-    def read(self, box: Box, read: Read) -> Tensor:
-        there = (*box[: self.along], range(1), *box[self.along :])
-        return self.part.read(there, read).squeeze(self.along)
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.chunk: Assembly.chunk,
+    torch.split: Assembly.split,
+    torch.transpose: Assembly.transpose,
+    torch.squeeze: Assembly.squeeze,
+    torch.unbind: Assembly.unbind,
+}
 
 
-@dataclass(frozen=True, eq=False)
-class _Transposed(Assembly):
-    part: Assembly
-    dims: tuple[int, int]
+def _with(values: Sequence[T], along: int, *own: T) -> tuple[T, ...]:
+    """``values`` with ``own`` in the place of the one at ``along``; without ``own`` that is left out."""
+    return (*values[:along], *own, *values[along + 1 :])
 
-    def read(self, box: Box, read: Read) -> Tensor:
-        return self.part.read(tuple(_swapped(box, *self.dims)), read).transpose(*self.dims)
+
+def _swapped(values: Sequence[T], dim0: int, dim1: int) -> list[T]:
+    found = list(values)
+    found[dim0], found[dim1] = found[dim1], found[dim0]
+    return found
 
 
 # --- ranges --------------------------------------------------------------------------------------------------------
-
-
-def source(key: str, shape: Sequence[int]) -> FileSource:
-    """A tensor of a file as an assembly."""
-    return FileSource(torch.Size(shape), key)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -213,87 +231,6 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[range]:
             yield from visit(place + 1, begin * shape[place] + index)
 
     yield from visit(0, 0)
-
-
-# --- functions of torch --------------------------------------------------------------------------------------------
-
-
-def _stack(tensors: Sequence[Assembly], dim: int = 0) -> Assembly:
-    first = tensors[0].shape
-    if any(part.shape != first for part in tensors):
-        raise ValueError(f"stack of shapes {[tuple(part.shape) for part in tensors]}")
-    along = dim % (len(first) + 1)
-    shape = (*first[:along], len(tensors), *first[along:])
-    return _Stacked(torch.Size(shape), tuple(tensors), along)
-
-
-def _cat(tensors: Sequence[Assembly], dim: int = 0) -> Assembly:
-    first = tensors[0].shape
-    along = dim % len(first)
-    if len({(*p.shape[:along], *p.shape[along + 1 :]) for p in tensors}) > 1:
-        raise ValueError(f"cat of shapes {[tuple(part.shape) for part in tensors]}")
-    length = sum(part.shape[along] for part in tensors)
-    shape = (*first[:along], length, *first[along + 1 :])
-    return _JoinedTensors(torch.Size(shape), tuple(tensors), along)
-
-
-def _chunk(tensor: Assembly, chunks: int, dim: int = 0) -> tuple[Assembly, ...]:
-    return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
-
-
-def _split(
-    tensor: Assembly, split_size_or_sections: int | Sequence[int], dim: int = 0
-) -> tuple[Assembly, ...]:
-    along, sizes = dim % tensor.ndim, split_size_or_sections
-    length = tensor.shape[along]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, length - begin) for begin in range(0, length, max(sizes, 1))]
-    if sum(sizes) != length:
-        raise ValueError(f"split of {length} into {list(sizes)}")
-    found, begin = [], 0
-    for size in sizes:
-        shape = (*tensor.shape[:along], size, *tensor.shape[along + 1 :])
-        found.append(_Narrowed(torch.Size(shape), tensor, along, begin))
-        begin += size
-    return tuple(found)
-
-
-def _transpose(tensor: Assembly, dim0: int, dim1: int) -> Assembly:
-    dims = (dim0 % tensor.ndim, dim1 % tensor.ndim)
-    return _Transposed(torch.Size(_swapped(tensor.shape, *dims)), tensor, dims)
-
-
-def _squeeze(tensor: Assembly, dim: int) -> Assembly:
-    along = dim % tensor.ndim
-    if tensor.shape[along] != 1:
-        return tensor
-    shape = (*tensor.shape[:along], *tensor.shape[along + 1 :])
-    return _Squeezed(torch.Size(shape), tensor, along)
-
-
-def _unbind(tensor: Assembly, dim: int = 0) -> tuple[Assembly, ...]:
-    return tuple(_squeeze(part, dim) for part in _split(tensor, 1, dim))
-
-
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.stack: _stack,
-    torch.cat: _cat,
-    torch.chunk: _chunk,
-    torch.split: _split,
-    torch.transpose: _transpose,
-    torch.squeeze: _squeeze,
-    torch.unbind: _unbind,
-}
-
-
-def _with(box: Box, along: int, own: range) -> Box:
-    return (*box[:along], own, *box[along + 1 :])
-
-
-def _swapped(values: Sequence[Any], dim0: int, dim1: int) -> list[Any]:
-    found = list(values)
-    found[dim0], found[dim1] = found[dim1], found[dim0]
-    return found
 
 
 @dataclass

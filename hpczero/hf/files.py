@@ -1,10 +1,8 @@
-"""The weight files of a Hugging Face folder: one file, or several with an index.
-
-Owns: which files there are and which has which tensor. Must not know: MPI, models, names of parameters.
-"""
+"""The weight files of a Hugging Face folder, and which of their tensors is which parameter of a model."""
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 import zlib
@@ -16,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hpczero.checkpoint.disk.format import NAMED
 from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, tensor_digest
+from hpczero.checkpoint.foreign.weight_files import files_of
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
-from hpczero.files.regular import open_regular, parse_json, read_text, reason, shown
+from hpczero.files.regular import open_regular, reason
 from hpczero.hf.converting import TensorGroup
 from hpczero.hf.hub import conversion
 
@@ -29,7 +29,6 @@ from hpczero.hf.hub import conversion
 #
 #     8 bytes: size of the header | header: JSON | tensors, end to end
 
-HEADER_NBYTES = 100_000_000  # the library's own limit; safetensors/src/tensor.rs
 CHUNK_NBYTES = 2**22  # read at a time
 SAMPLES, SAMPLE_NBYTES = 16, 64  # of the values, compared between nodes
 
@@ -92,9 +91,24 @@ class RangeFile:
             raise CheckpointError(f"{path}: {reason(error)}") from error
         weakref.finalize(self, os.close, self._file)
         self._nbytes = os.fstat(self._file).st_size
-        self._begin, header = self._header()
-        self._checksum = zlib.crc32(header)
-        self.metadata, self.entries = self._parsed(header)
+        try:
+            with safe_open(path, framework="np"):
+                pass  # the library has checked header and length
+        except (OSError, SafetensorError) as error:
+            raise self._damaged(f"torn, or no safetensors file: {error}") from error
+        header = self._bytes(8, int.from_bytes(self._bytes(0, 8).tobytes(), "little"))
+        self._begin = 8 + len(header)
+        self._checksum = zlib.crc32(header.data)
+        content = json.loads(header.tobytes())
+        self.metadata: dict[str, str] = content.pop("__metadata__", None) or {}
+        self.entries: dict[str, FileTensor] = {}
+        for key, said in content.items():
+            if said["dtype"] not in _DTYPES:
+                raise CheckpointError(
+                    f"{path}: {key!r} is {said['dtype']}, expected one of {', '.join(_DTYPES)}; convert it"
+                )
+            begin = self._begin + said["data_offsets"][0]
+            self.entries[key] = FileTensor(said["dtype"], tuple(said["shape"]), begin)
 
     def pieces(self, key: str, start: int, stop: int) -> Iterator[Tensor]:
         """Elements [start, stop), flat, in the dtype of the file, in pieces. Each is valid until the next.
@@ -129,8 +143,7 @@ class RangeFile:
         places = {data * index // SAMPLES for index in range(SAMPLES)} if data else set()
         found = self._checksum
         for place in sorted(places):
-            part = np.empty(min(SAMPLE_NBYTES, data - place), dtype=np.uint8)
-            self._read(part, self._begin + place)
+            part = self._bytes(self._begin + place, min(SAMPLE_NBYTES, data - place))
             found = zlib.crc32(part.data, found)
         return f"{self.path.name} {self._nbytes} {found:08x}"
 
@@ -142,8 +155,9 @@ class RangeFile:
         """
         try:
             digests = Digests.of(self.metadata, self.entries)
-            for key in [] if digests is None else list(self.entries)[part::parts]:
-                assert digests is not None, "looked at"
+            if digests is None:
+                return
+            for key in list(self.entries)[part::parts]:
                 entry = self.entries[key]
                 flat = (p.view(torch.uint8).numpy() for p in self.pieces(key, 0, entry.numel))
                 digests.check(key, tensor_digest(entry.code, entry.shape, flat))
@@ -152,6 +166,11 @@ class RangeFile:
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: damaged: {what}; fetch it again")
+
+    def _bytes(self, begin: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        found = np.empty(nbytes, dtype=np.uint8)
+        self._read(found, begin)
+        return found
 
     def _read(self, into: np.ndarray[Any, np.dtype[np.uint8]], begin: int) -> None:
         done = 0
@@ -163,68 +182,6 @@ class RangeFile:
             if not count:
                 raise self._damaged(f"it ends at byte {begin + done:,} of {self._nbytes:,}")
             done += count
-
-    def _header(self) -> tuple[int, bytes]:
-        """The first byte after the header, and its bytes."""
-        if self._nbytes < 8:
-            raise self._damaged(f"it has {self._nbytes} bytes, expected a safetensors file")
-        size = np.empty(8, dtype=np.uint8)
-        self._read(size, 0)
-        nbytes = int.from_bytes(size.tobytes(), "little")
-        if not 2 <= nbytes <= min(HEADER_NBYTES, self._nbytes - 8):
-            raise self._damaged(
-                f"its header is stated to have {nbytes:,} bytes, and the file has {self._nbytes:,}"
-            )
-        header = np.empty(nbytes, dtype=np.uint8)
-        self._read(header, 8)
-        return 8 + nbytes, header.tobytes()
-
-    def _parsed(self, header: bytes) -> tuple[dict[str, str], dict[str, FileTensor]]:
-        try:
-            content = parse_json(header.decode("utf-8"))
-        except ValueError as error:
-            raise self._damaged(f"its header {reason(error)}") from error
-        if not isinstance(content, dict):
-            raise self._damaged("its header is no object")
-        metadata = content.pop("__metadata__", {})
-        if not isinstance(metadata, dict):
-            raise self._damaged("its metadata are no object")
-        entries = {}
-        ends = []
-        for key, fields in content.items():
-            entries[key], end = self._entry(key, fields)
-            ends.append((entries[key].begin, end))
-        at = self._begin
-        for begin, end in sorted(ends):
-            if begin != at:
-                raise self._damaged(f"its tensors leave a gap or overlap at byte {at:,}")
-            at = end
-        if at != self._nbytes:
-            raise self._damaged(
-                f"it has {self._nbytes:,} bytes, expected {at:,} by its header: "
-                + ("it is torn" if self._nbytes < at else "there is more than its tensors")
-            )
-        return {str(k): str(v) for k, v in metadata.items()}, entries
-
-    def _entry(self, key: str, fields: Any) -> tuple[FileTensor, int]:
-        try:
-            code, shape = str(fields["dtype"]), tuple(fields["shape"])
-            begin, end = fields["data_offsets"]
-            sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
-        except (TypeError, KeyError, ValueError):
-            sound = False
-        if not sound:
-            raise self._damaged(f"its header says {shown(fields)} of {shown(key)}")
-        if code not in _DTYPES:
-            raise CheckpointError(
-                f"{self.path}: {key!r} is {code}, expected one of {', '.join(_DTYPES)}; convert it"
-            )
-        entry = FileTensor(code, shape, self._begin + begin)
-        if end - begin != entry.numel * entry.itemsize:
-            raise self._damaged(
-                f"{shown(key)} is {code} of shape {shape} and has {end - begin:,} bytes"
-            )
-        return entry, self._begin + end
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -248,7 +205,8 @@ class WeightFolder:
             CheckpointError: a file is missing, damaged or torn; two files have one key.
         """
         self.path = path
-        self._files = [RangeFile(path / name) for name in self._names()]
+        names, expected = self._found()
+        self._files = [RangeFile(name) for name in names]
         self._homes: dict[str, RangeFile] = {}
         for file in self._files:
             for key in file.entries:
@@ -257,7 +215,7 @@ class WeightFolder:
                         f"{file.path}: has {key!r}, and so has {self._homes[key].path.name}; expected once"
                     )
                 self._homes[key] = file
-        lost = [key for key in self._expected if key not in self._homes]
+        lost = [key for key in expected if key not in self._homes]
         if lost:
             more = f" and {len(lost) - 1} more" if lost[1:] else ""
             raise CheckpointError(
@@ -297,56 +255,28 @@ class WeightFolder:
         for file in self._files:
             file.check(part, parts)
 
-    def _names(self) -> list[str]:
-        self._expected: list[str] = []
+    def _found(self) -> tuple[list[Path], list[str]]:
+        """The files, and the keys that must be in them if there is an index."""
+        single, index = self.path / SINGLE, self.path / INDEX
         if (self.path / ADAPTER_CONFIG).exists():
             raise ConfigError(
                 f"{self.path}: has {ADAPTER_CONFIG}, by which from_pretrained loads the base model that it names and "
                 "puts the adapter on it; load the base, and the adapter by peft, or take that file away"
             )
-        if (self.path / SINGLE).exists():
-            return [SINGLE]
-        if not (self.path / INDEX).exists():
-            if (self.path / HIDDEN).is_dir():
-                raise CheckpointError(
-                    f"{self.path}: a save into it was cut short; save again, or move all files of "
-                    f"{self.path / HIDDEN} into it"
-                )
-            others = sorted(p.name for p in self.path.glob("*.bin"))
-            found = (
-                f"; it has {others[0]}, which transformers itself converts: from_pretrained, save_pretrained"
-                if others
-                else ""
-            )
-            raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{found}")
-        places = self._index().get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise CheckpointError(f"{self.path / INDEX}: has no 'weight_map'; fetch it again")
-        names = sorted(set(map(str, places.values())))
-        foreign = [name for name in names if Path(name).name != name]
-        if foreign:
+        if single.exists() or index.exists():
+            return files_of(single if single.exists() else index)
+        if (self.path / HIDDEN).is_dir():
             raise CheckpointError(
-                f"{self.path / INDEX}: names {foreign[0]!r}, expected files in its own folder"
+                f"{self.path}: a save into it was cut short; save again, or move all files of "
+                f"{self.path / HIDDEN} into it"
             )
-        lost = [name for name in names if not (self.path / name).exists()]
-        if lost:
-            raise CheckpointError(
-                f"{self.path / INDEX}: {len(lost)} of its {len(names)} files are not there, the first is {lost[0]}; "
-                "fetch all of them"
-            )
-        self._expected = list(places)
-        return names
-
-    def _index(self) -> dict[str, Any]:
-        try:
-            content = parse_json(read_text(self.path / INDEX))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.path / INDEX}: cannot be read: {reason(error)}"
-            ) from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{self.path / INDEX}: is no object; fetch it again")
-        return content
+        others = sorted(p.name for p in self.path.glob("*.bin"))
+        found = (
+            f"; it has {others[0]}, which transformers itself converts: from_pretrained, save_pretrained"
+            if others
+            else ""
+        )
+        raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{found}")
 
 
 @dataclass
@@ -404,7 +334,7 @@ def match(model: Any, entries: Mapping[str, FileTensor]) -> Matched:
     found.transforms = [transform for transform in transforms if transform.was_used()]
     if not (found.plain or found.converted):
         raise CheckpointMismatch(
-            f"the files have nothing of {type(model).__name__}: their tensors are {_some(list(entries))}; give the "
+            f"the files have nothing of {type(model).__name__}: their tensors are {some(list(entries))}; give the "
             "folder of the model, or its model_class"
         )
     _compare_shapes(found, shapes, entries)
@@ -466,6 +396,7 @@ def _compare_shapes(
             found.converted.pop(owner, None)
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str], between: str = ", ") -> str:
+    """The first of ``names``, and how many there are beside them; for messages."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    return between.join(names[:NAMED]) + more

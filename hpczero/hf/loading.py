@@ -1,8 +1,6 @@
 """load: a model of a Hugging Face folder, built without weights, and its weights to be read into shards.
 
-Owns: the order of it, and what all ranks agree on. Must not know: units, stages, formats of files.
-
-    folder -> config -> model on meta -> names compared -> buffers -> (model, weights) -> zeroify(initialize=weights)
+folder -> config -> model on meta -> names compared -> buffers -> (model, weights) -> zeroify(initialize=weights)
 """
 
 from __future__ import annotations
@@ -10,81 +8,25 @@ from __future__ import annotations
 import copy
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpczero.checkpoint.disk.format import NAMED
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch, ConfigError, PlanError
 from hpczero.hf import building
 from hpczero.hf.building import ModelChoice, config_and_class, of_folder
-from hpczero.hf.files import Matched, WeightFolder, match
+from hpczero.hf.files import Matched, WeightFolder, match, some
 from hpczero.hf.hub import Hub, find, model_kind
 from hpczero.hf.weights import FolderWeights
 from hpczero.job.group import unlike
 from hpczero.job.messages import hand_out
 from hpczero.job.topology import Topology
 from hpczero.zero.buffers import persistent_buffers
-
-
-class OwnInitialization:
-    """First values of single parameters of one model."""
-
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        """Take a copy of the model, whose parameters are on the meta device. Not collective."""
-        self._model = copy.deepcopy(model)
-        self._seed = seed
-
-    def draw(self, name: str) -> Tensor:
-        """The whole parameter, fp32 on the CPU.
-
-        Raises:
-            PlanError: the model does not say how it is initialised.
-        """
-        path, _, last = name.rpartition(".")
-        module = self._model.get_submodule(path)
-        before = module._parameters[last]
-        assert before is not None, f"{name} is a parameter"
-        drawn = nn.Parameter(
-            torch.full(before.shape, float("nan"), dtype=torch.float32, device="cpu"),
-            requires_grad=False,
-        )
-        module._parameters[last] = drawn
-        try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-                for initialize, each in self._around(path):
-                    initialize(each)
-        finally:
-            module._parameters[last] = before
-        if bool(drawn.isnan().any()):
-            raise PlanError(
-                f"parameter {name!r} is in no file, and the model's _init_weights leaves it without values; bring a "
-                "file that has it, or set it up there"
-            )
-        return drawn.data
-
-    def _around(self, path: str) -> Iterator[tuple[Any, nn.Module]]:
-        """The modules around a parameter from inside out, each with the function of its model that initialises it.
-
-        All other parameters are on the meta device, where initialising does nothing.
-        """
-        names = path.split(".") if path else []
-        chain = [self._model.get_submodule(".".join(names[:n])) for n in range(len(names) + 1)]
-        kind = model_kind()
-        for place in range(len(chain) - 1, -1, -1):
-            # A model inside a model initialises what is below it, itself included.
-            owner: Any = next(
-                each for each in reversed(chain[: place + 1]) if isinstance(each, kind)
-            )
-            yield owner._init_weights, chain[place]
-
 
 logger = logging.getLogger("hpczero.hf")
 
@@ -134,22 +76,19 @@ def load(
     try:
         path = find(name, hub or Hub(), given)
         choice = ModelChoice(model_class, changes, trust_remote_code)
-        return _load(path, choice, given, _Rules(missing, ignore_mismatched_sizes), seed)
+        return _load(path, choice, given, missing, ignore_mismatched_sizes, seed)
     finally:
         if topology is None:
             given.free()
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """What becomes of parameters that the files do not have in their shape."""
-
-    missing: str
-    ignore_mismatched_sizes: bool
-
-
 def _load(
-    path: Path, choice: ModelChoice, topology: Topology, rules: _Rules, seed: int
+    path: Path,
+    choice: ModelChoice,
+    topology: Topology,
+    missing: str,
+    ignore_mismatched_sizes: bool,
+    seed: int,
 ) -> tuple[Any, FolderWeights]:
     if choice.trust_remote_code:
         for first in (topology.is_root, topology.local_rank == 0):
@@ -157,16 +96,28 @@ def _load(
                 if first:
                     config_and_class(path, choice)
     with topology.agreed("build the model and compare it with its files"):
-        if rules.missing not in ("draw", "refuse"):
-            raise ConfigError(f"missing: got {rules.missing!r}, expected 'draw' or 'refuse'")
+        if missing not in ("draw", "refuse"):
+            raise ConfigError(f"missing: got {missing!r}, expected 'draw' or 'refuse'")
         model: Any = building.build(lambda: of_folder(path, choice), seed=seed)
         folder = WeightFolder(path)
         matched = match(model, folder.entries)
-        _check(path, matched, rules)
+        if matched.mismatched and not ignore_mismatched_sizes:
+            shown = [
+                f"{n} is {a} in the files and {b} in the model"
+                for n, (a, b) in matched.mismatched.items()
+            ]
+            raise CheckpointMismatch(
+                f"{path}: weights of another model: {some(shown, '; ')}; change the configuration to what the files "
+                "hold, or give ignore_mismatched_sizes=True, which draws them"
+            )
+        if matched.missing and missing == "refuse":
+            raise CheckpointMismatch(
+                f"{path}: has no {some(matched.missing)}, and missing='refuse'; bring files that have all, or draw them"
+            )
         there = {owner for owner in matched.owners.values() if matched.has(owner)}
         building.check_buffers(model, filled=there)
-        lost = bool(matched.missing)
-        draw = OwnInitialization(model, seed).draw if lost else None
+        # A copy: the program may change the model before its values are drawn.
+        draw = partial(_drawn, copy.deepcopy(model), seed) if matched.missing else None
         weights = FolderWeights(folder, matched, model, draw)
     _compare_ranks(path, folder, model, seed, topology)
     with topology.agreed("check the weights against their digests"):
@@ -176,25 +127,6 @@ def _load(
         _tell(path, model, matched)
     model._weight_conversions = matched.transforms  # as from_pretrained; saving goes back by them
     return model.eval(), weights
-
-
-# --- agreement -----------------------------------------------------------------------------------------------------
-
-
-def _check(path: Path, matched: Matched, rules: _Rules) -> None:
-    if matched.mismatched and not rules.ignore_mismatched_sizes:
-        shown = [
-            f"{n} is {a} in the files and {b} in the model"
-            for n, (a, b) in matched.mismatched.items()
-        ]
-        raise CheckpointMismatch(
-            f"{path}: weights of another model: {_some(shown, '; ')}; change the configuration to what the files hold, "
-            "or give ignore_mismatched_sizes=True, which draws them"
-        )
-    if matched.missing and rules.missing == "refuse":
-        raise CheckpointMismatch(
-            f"{path}: has no {_some(matched.missing)}, and missing='refuse'; bring files that have all, or draw them"
-        )
 
 
 def _compare_ranks(
@@ -224,8 +156,7 @@ def _fill_buffers(
                     buffer.copy_(cast(value, buffer.dtype, name))
     for buffer in kept.values():
         values = buffer.detach().clone().contiguous().reshape(-1).view(torch.uint8)
-        bytes_: np.ndarray[Any, Any] = values.numpy()
-        hand_out(topology.world, bytes_)
+        hand_out(topology.world, values.numpy())
         with torch.no_grad():
             buffer.copy_(values.view(buffer.dtype).view(buffer.shape))
 
@@ -240,31 +171,56 @@ def _buffer(model: nn.Module, folder: WeightFolder, matched: Matched, owner: str
 
 def _tell(path: Path, model: Any, matched: Matched) -> None:
     """Name what the files lack and what they have too much, as far as the model says that it matters."""
-    report = _KeyReport(set(matched.missing), set(matched.unexpected))
+    report = SimpleNamespace(
+        missing_keys=set(matched.missing), unexpected_keys=set(matched.unexpected)
+    )
     model._adjust_missing_and_unexpected_keys(report)
     if report.missing_keys:
         logger.warning(
             "%s: has no %s of %s; drawn by the model's own initialisation: train them",
             path,
-            _some(sorted(report.missing_keys)),
+            some(sorted(report.missing_keys)),
             type(model).__name__,
         )
     if report.unexpected_keys:
         logger.warning(
             "%s: has %s, which %s has no place for; left out",
             path,
-            _some(sorted(report.unexpected_keys)),
+            some(sorted(report.unexpected_keys)),
             type(model).__name__,
         )
 
 
-class _KeyReport:
-    """What transformers adjusts by the keys that its models may lack or ignore."""
+def _drawn(model: nn.Module, seed: int, name: str) -> Tensor:
+    """First value of one parameter: whole, fp32 on the CPU.
 
-    def __init__(self, missing: set[str], unexpected: set[str]) -> None:
-        self.missing_keys, self.unexpected_keys = missing, unexpected
+    Args:
+        model: whose parameters are on the meta device, where initialising them does nothing.
+        seed: of the value, with the name.
+        name: of the parameter.
 
-
-def _some(names: Sequence[str], between: str = ", ") -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return between.join(names[:NAMED]) + more
+    Raises:
+        PlanError: the model does not say how it is initialised.
+    """
+    path, _, last = name.rpartition(".")
+    names = path.split(".") if path else []
+    modules: list[Any] = [model.get_submodule(".".join(names[:n])) for n in range(len(names) + 1)]
+    before = modules[-1]._parameters[last]
+    empty = torch.full(before.shape, float("nan"), dtype=torch.float32, device="cpu")
+    drawn = nn.Parameter(empty, requires_grad=False)
+    modules[-1]._parameters[last] = drawn
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            while modules:  # from the inside out
+                # A model inside a model initialises what is below it, itself included.
+                owner = next(each for each in reversed(modules) if isinstance(each, model_kind()))
+                owner._init_weights(modules.pop())
+    finally:
+        model.get_submodule(path)._parameters[last] = before
+    if bool(drawn.isnan().any()):
+        raise PlanError(
+            f"parameter {name!r} is in no file, and the model's _init_weights leaves it without values; bring a "
+            "file that has it, or set it up there"
+        )
+    return drawn.data

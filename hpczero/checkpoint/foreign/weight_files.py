@@ -294,7 +294,7 @@ class WeightFiles(Mapping[str, HeldTensor]):
         self.metadata: dict[str, str] = {}
         self._tensors: dict[str, HeldTensor] = {}
         self._checks: list[Check] = []
-        files, expected = _files(path)
+        files, expected = files_of(path)
         found: dict[str, HeldTensor] = {}
         for file in files:
             tensors, metadata, check = _open(file)
@@ -365,7 +365,7 @@ class WeightFiles(Mapping[str, HeldTensor]):
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def _files(path: Path) -> tuple[list[Path], list[str]]:
+def files_of(path: Path) -> tuple[list[Path], list[str]]:
     """Files that ``path`` means, and the keys that must be in them if an index says so."""
     if os.path.isdir(path):
         path = _main_file(path)
