@@ -1,7 +1,6 @@
 """What the training command knows of a model: the contract of an adapter, one file for each kind of model.
 
-Owns: the contract, and what holds where an adapter says nothing. Must not know: any model; how it is sharded,
-ordered or saved. torch is not imported here.
+torch is not imported here.
 
     reads text        with_vocabulary, context; batches are (inputs, targets) from the token file
     brings samples    samples; batches are rows of what that returns

@@ -1,7 +1,4 @@
-"""The GPT of ``hpczero.models`` as the training command sees it.
-
-Owns: nothing but the calls. Must not know: how it is sharded, fed or saved. torch is imported when a model is built.
-"""
+"""The GPT of ``hpczero.models`` as the training command sees it. torch is imported when a model is built."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
 
 from hpczero.adapters.base import Adapter
 from hpczero.models.config import GPTConfig, flops_per_token
@@ -21,45 +20,63 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GPTAdapter(Adapter):
-    """A GPT of the sizes that ``config`` gives, which reads text."""
+class DecoderAdapter(Adapter):
+    """A decoder of ``hpczero.models``, of the sizes that ``config`` gives, which reads text.
 
-    config: GPTConfig
+    Its loss is the mean cross entropy in nats per token, of inputs and targets, int64 (B, T).
+    """
+
+    config: Any
 
     unit = "token"
     reads_text = True
     on_meta = True
 
     @property
-    def transformer(self) -> GPTConfig:
-        """All of them: the planner knows this model."""
-        return self.config
+    def context(self) -> int:
+        """Tokens of one sample."""
+        return int(self.config.context)
 
     def card(self) -> Mapping[str, Any]:
         """The sizes, under the names that checkpoints and weight files use."""
         return dataclasses.asdict(self.config)
 
+    def _with(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **changes))
+
+    def with_vocabulary(self, size: int) -> Self:
+        """The same sizes, with ``size`` token ids."""
+        return self._with(vocab_size=size)
+
+    def initializer(self, model: Any, seed: int) -> Callable[[str, Tensor], None]:
+        """The model's own distribution of initial weights, for ``seed``."""
+        fill: Callable[[str, Tensor], None] = model.initial_weights(seed=seed)
+        return fill
+
+
+@dataclass(frozen=True)
+class GPTAdapter(DecoderAdapter):
+    """A GPT."""
+
+    config: GPTConfig
+
     @property
-    def context(self) -> int:
-        """Tokens of one sample."""
-        return self.config.context
+    def transformer(self) -> GPTConfig:
+        """All of them: the planner knows this model."""
+        return self.config
 
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs of one token, by ``hpczero.models.flops_per_token``."""
         return flops_per_token(self.config)
 
-    def with_vocabulary(self, size: int) -> GPTAdapter:
-        """The same sizes, with ``size`` token ids."""
-        return GPTAdapter(dataclasses.replace(self.config, vocab_size=size))
-
-    def with_separator(self, separator: int) -> GPTAdapter:
+    def with_separator(self, separator: int) -> Self:
         """The same sizes; attention and positions stay within documents."""
-        return GPTAdapter(dataclasses.replace(self.config, separator=separator))
+        return self._with(separator=separator)
 
-    def with_checkpointing(self, checkpointing: bool) -> GPTAdapter:
+    def with_checkpointing(self, checkpointing: bool) -> Self:
         """The same sizes."""
-        return GPTAdapter(dataclasses.replace(self.config, checkpoint_activations=checkpointing))
+        return self._with(checkpoint_activations=checkpointing)
 
     def build(self) -> nn.Module:
         """The network, with torch's default weights in it, or none on the meta device."""
@@ -79,25 +96,6 @@ class GPTAdapter(Adapter):
 
         return gpt_rule(self.config)
 
-    def call_blocks_by(self, model: nn.Module, call: Callable[..., Tensor]) -> None:
+    def call_blocks_by(self, model: Any, call: Callable[..., Tensor]) -> None:
         """Each of ``model.blocks``, on the residual stream."""
-        from hpczero.models.gpt import GPT
-
-        assert isinstance(model, GPT), "built by this adapter"
         model.call_block = call
-
-    def initializer(self, model: nn.Module, seed: int) -> Callable[[str, Tensor], None]:
-        """GPT-2's initial weights for ``seed``."""
-        from hpczero.models.gpt import GPT
-
-        assert isinstance(model, GPT), "built by this adapter"
-        return model.initial_weights(seed=seed)
-
-    def loss(self, model: nn.Module, *batch: Tensor) -> Tensor:
-        """Mean cross entropy in nats per token, of inputs and targets, int64 (B, T)."""
-        loss: Tensor = model(*batch)
-        return loss
-
-    def decays(self, name: str, parameter: Tensor) -> bool:
-        """Weight matrices and embeddings decay; biases and norms do not."""
-        return parameter.dim() >= 2

@@ -1,7 +1,6 @@
 """The names and shapes that Hugging Face's GPT-2 has for the parameters of ``hpczero.models.GPT``.
 
-Owns: both layouts and what ``config.json`` must say. Must not know: files, torch, the model's class. Our linear layers
-store weights as (out, in). Theirs in the blocks are ``Conv1D``, which stores (in, out).
+Our linear layers store weights as (out, in). Theirs in the blocks are ``Conv1D``, which stores (in, out).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 from hpczero.checkpoint.disk.format import NAMED
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.files.regular import shown
+from hpczero.models.config import gpt_shapes
 
 OURS = {
     "wte": "wte",
@@ -99,24 +99,7 @@ def expected_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         (int(found[1]) for name in shapes if (found := _OURS.fullmatch(name))), default=-1
     )
     layers = min(layers, len(shapes))  # a name may say anything
-    norm: dict[str, Shape] = {"weight": (hidden,), "bias": (hidden,)}
-    modules: dict[str, dict[str, Shape]] = {
-        "wte": {"weight": (vocab_size, hidden)},
-        "wpe": {"weight": (context, hidden)},
-    }
-    for layer in range(layers):
-        modules |= {
-            f"blocks.{layer}.attention_norm": norm,
-            f"blocks.{layer}.attention.qkv": _linear(3 * hidden, hidden),
-            f"blocks.{layer}.attention.projection": _linear(hidden, hidden),
-            f"blocks.{layer}.mlp_norm": norm,
-            f"blocks.{layer}.mlp.expansion": _linear(ffn, hidden),
-            f"blocks.{layer}.mlp.projection": _linear(hidden, ffn),
-        }
-    modules |= {"final_norm": norm, "lm_head": {"weight": (vocab_size, hidden)}}
-    return {
-        f"{module}.{leaf}": s for module, leaves in modules.items() for leaf, s in leaves.items()
-    }
+    return dict(gpt_shapes(vocab_size, context, layers, hidden, ffn))
 
 
 def sizes_of(expected: Mapping[str, Shape]) -> dict[str, int]:
@@ -132,10 +115,6 @@ def sizes_of(expected: Mapping[str, Shape]) -> dict[str, int]:
 
 def _pair(shape: Shape | None) -> tuple[int, int]:
     return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else (0, 0)
-
-
-def _linear(out: int, into: int) -> dict[str, Shape]:
-    return {"weight": (out, into), "bias": (out,)}
 
 
 def check(

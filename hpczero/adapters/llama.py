@@ -1,7 +1,6 @@
 """Llama-like decoders of text, under the names and layouts of Hugging Face.
 
-Owns: sizes to a model, and its calls. Must not know: how it is sharded, fed or saved. torch is imported when a
-model is built.
+torch is imported when a model is built.
 
     python -m hpczero.train --model.factory hpczero.adapters.llama:build --model.arguments '{"hidden": 128, "heads": 4}'
 """
@@ -9,13 +8,13 @@ model is built.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hpczero.adapters.base import Adapter
+from hpczero.adapters.gpt import DecoderAdapter
 from hpczero.errors import ConfigError
 from hpczero.files.regular import parse_json, read_bytes, reason
 from hpczero.models.config import LlamaConfig, check_sizes
@@ -31,45 +30,21 @@ ANY_VOCABULARY = 257  # until the tokenizer is known
 
 
 @dataclass(frozen=True)
-class LlamaAdapter(Adapter):
-    """A Llama of the sizes that ``config`` gives, which reads text."""
+class LlamaAdapter(DecoderAdapter):
+    """A Llama. Its initial weights are drawn as transformers draws them."""
 
     config: LlamaConfig
-
-    unit = "token"
-    reads_text = True
-    on_meta = True
-
-    @property
-    def context(self) -> int:
-        """Tokens of one sample."""
-        return self.config.context
 
     @property
     def flops_per_token(self) -> float:
         """By ``LlamaConfig.flops_per_token``."""
         return self.config.flops_per_token
 
-    def card(self) -> Mapping[str, Any]:
-        """The sizes."""
-        return dataclasses.asdict(self.config)
-
-    def with_vocabulary(self, size: int) -> LlamaAdapter:
-        """The same sizes, with ``size`` token ids."""
-        return LlamaAdapter(dataclasses.replace(self.config, vocab_size=size))
-
     def build(self) -> nn.Module:
         """The network."""
         from hpczero.models.llama import Llama
 
         return Llama(self.config)
-
-    def initializer(self, model: nn.Module, seed: int) -> Callable[[str, Tensor], None]:
-        """Transformers' distribution of initial weights, for ``seed``."""
-        from hpczero.models.llama import Llama
-
-        assert isinstance(model, Llama), "built by this adapter"
-        return model.initial_weights(seed=seed)
 
     def tensor_rule(self) -> Rule:
         """By groups of heads, the MLP and the vocabulary, as Hugging Face's own Llama."""
@@ -83,11 +58,8 @@ class LlamaAdapter(Adapter):
 
         return llama_stages(model)
 
-    def call_blocks_by(self, model: nn.Module, call: Callable[..., Tensor]) -> None:
+    def call_blocks_by(self, model: Any, call: Callable[..., Tensor]) -> None:
         """Each of ``model.model.layers``."""
-        from hpczero.models.llama import Llama
-
-        assert isinstance(model, Llama), "built by this adapter"
         model.model.call_block = call
 
 

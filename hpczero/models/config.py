@@ -1,7 +1,6 @@
-"""The sizes of a GPT, and what follows from them by arithmetic: parameter shapes, parameter count, FLOPs.
+"""The sizes of a GPT or a Llama, and what follows from them by arithmetic: parameter shapes, parameter count, FLOPs.
 
-Owns: the options of the model and their validation. Must not know: torch. The plan command asks for a model of a
-hundred billion parameters without building one.
+torch is not imported: the plan command asks for a model of a hundred billion parameters without building one.
 """
 
 from __future__ import annotations
@@ -87,11 +86,22 @@ class GPTConfig:
 
 def parameter_shapes(config: GPTConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every parameter of ``GPT(config)``, in registration order; a tied weight comes once."""
-    hidden, ffn = config.hidden, config.ffn_multiple * config.hidden
-    yield "wte.weight", (config.vocab_size, hidden)
-    if config.positions == "learned":
-        yield "wpe.weight", (config.context, hidden)
-    for layer in range(config.layers):
+    ffn = config.ffn_multiple * config.hidden
+    sizes = (config.vocab_size, config.context, config.layers, config.hidden, ffn)
+    without = {"wpe.weight"} if config.positions == "rotary" else set()
+    without |= {"lm_head.weight"} if config.tie_embeddings else set()
+    for name, shape in gpt_shapes(*sizes):
+        if name not in without:
+            yield name, shape
+
+
+def gpt_shapes(
+    vocab_size: int, context: int, layers: int, hidden: int, ffn: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """As ``parameter_shapes``, of a GPT with learned positions and an untied head."""
+    yield "wte.weight", (vocab_size, hidden)
+    yield "wpe.weight", (context, hidden)
+    for layer in range(layers):
         for name, shape in (
             ("attention_norm.weight", (hidden,)),
             ("attention_norm.bias", (hidden,)),
@@ -109,8 +119,7 @@ def parameter_shapes(config: GPTConfig) -> Iterator[tuple[str, tuple[int, ...]]]
             yield f"blocks.{layer}.{name}", shape
     yield "final_norm.weight", (hidden,)
     yield "final_norm.bias", (hidden,)
-    if not config.tie_embeddings:
-        yield "lm_head.weight", (config.vocab_size, hidden)
+    yield "lm_head.weight", (vocab_size, hidden)
 
 
 def parameter_count(config: GPTConfig) -> int:
