@@ -448,7 +448,7 @@ class Inventory:
         """
         for stepper in self._sharding.step.steppers:
             if stepper.streams:
-                stepper.parted.adopt()  # what a program has put there since the last step
+                stepper.update.adopt()  # what a program has put there since the last step
         kinds: dict[str, str] = {}
         for _, state, numel in self._states():
             for key, value in state.items():

@@ -422,7 +422,7 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
             module.set_extra_state(state)
     _set_streams(topology, manifest, rng)
     sharding.scaler.restore(manifest.meta["loss_scale"])
-    sharding.step.skips.counts.skipped = int(manifest.meta["skipped_steps"])
+    sharding.step.skips.skipped = int(manifest.meta["skipped_steps"])
     sharding.lineage = dict.fromkeys(homes(path), manifest.step)
     topology.barrier()
     return Loaded(path, manifest.step, extra, manifest.world_size, folder.is_imported(manifest))

@@ -1,7 +1,4 @@
-"""gathered and full_gradients: whole values of a sharded model for the program around it.
-
-Owns: what a program may read and change, and what becomes of its changes. Must not know: shards, masters, hooks, MPI.
-"""
+"""gathered and full_gradients: whole values of a sharded model for the program around it."""
 
 from __future__ import annotations
 
@@ -106,7 +103,6 @@ def counted(state: Sharding, parts: int, *, reduces: bool) -> Iterator[None]:
     Whoever calls it keeps the order. Not collective; a backward inside that reduces is.
     """
     schedule = state.schedule
-    assert schedule is not None, "zeroify attaches the schedule"
     before = schedule.backward.sync, state.micro_batches
     schedule.backward.sync, state.micro_batches = reduces, parts
     try:
@@ -192,7 +188,6 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
     """
     state = sharding(model)
     units, schedule = state.units, state.schedule
-    assert schedule is not None, "zeroify attaches the schedule"
     if modifier_rank is not None and modifier_rank not in range(state.topology.size):
         raise ConfigError(
             f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"
@@ -210,9 +205,8 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
                         unit.whole.check_certain()
             for unit in units:
                 unit.whole.doubtful = ""
-            nested = any(
-                unit.whole.holds for unit in units
-            )  # the outer block sees what was changed
+            # The outer block sees what was changed.
+            nested = any(unit.whole.holds for unit in units)
             _hold(units)
             state.answer_transformers()
     first_node, ended, fine = next_node_number(), False, False
@@ -280,9 +274,8 @@ def _hold(units: Sequence[Unit]) -> None:
             held.append(unit)
             unit.whole.hold()
     except BaseException as error:
-        told = isinstance(
-            error, TierError
-        )  # else this rank alone may know: nobody waits for anybody
+        # Otherwise this rank alone may know of it: nobody waits for anybody.
+        told = isinstance(error, TierError)
         for unit in held:
             unit.whole.let_go(in_use=not told)
         for unit in units if told else ():
@@ -442,9 +435,6 @@ class _Registered:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
         state = self._state
-        assert state.schedule is not None, "zeroify attaches the schedule"
-        assert state.casting is not None, "zeroify attaches the casts"
-        assert state.surroundings is not None, "zeroify attaches them"
         state.surroundings.look(self._owner)
         with state.schedule.call(self._owner, args, kwargs) as results:
             if not self._casts:
@@ -474,7 +464,6 @@ class _Registered:
 def _owner(model: nn.Module, path: str) -> nn.Module:
     """The innermost module with hooks that holds the module at ``path``, or is that module."""
     schedule = sharding(model).schedule
-    assert schedule is not None, "zeroify attaches the schedule"
     parts = path.split(".") if path else []
     for length in range(len(parts), 0, -1):
         module = model.get_submodule(".".join(parts[:length]))

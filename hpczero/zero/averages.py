@@ -1,8 +1,5 @@
 """Average: a running average of the weights, of which each rank keeps its part.
 
-Owns: the averaged values, in fp32, and their turn in the model. Must not know: how much an update weighs (a function
-says so), files.
-
     kept       (owned_numel,) fp32 of each trained unit: 1/N of the parameters on a rank, at every stage
     applied    the model has the averages, and what is kept are the weights of training
 
@@ -12,7 +9,7 @@ Only trained parameters are averaged; frozen ones and buffers stay the model's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +17,34 @@ from torch import Tensor, nn
 from hpczero.errors import PlanError, StepError
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.zeroify import sharding
+from hpczero.zero.zeroify import sharding as sharding_of
 
 LEFT = "an exception left `with average.applied():`, and whole parameters may be averages or weights of training"
 
 
 class Average:
-    """Of one model, under one name.
+    """A running average of the weights of one model, which checkpoints save and load under its name.
 
     Attributes:
         name: in checkpoints.
         count: updates so far; 0: there is no average yet.
-        applied: whether the model has the averages now.
     """
 
-    def __init__(self, sharding: Sharding, name: str, weight: Callable[[int], float]) -> None:
-        """Take memory, and be saved and loaded with the model from now on. Collective over world.
+    def __init__(self, model: nn.Module, name: str, weight: Callable[[int], float]) -> None:
+        """Take memory. Collective over world.
 
         Args:
-            sharding: of the model.
+            model: zeroified.
             name: unlike those of its other averages.
-            weight: of the present weights in an update, 0 to 1, by the count before it. The first is taken as it is.
+            weight: weight of the present weights in an update, 0 to 1, by the count before it. The first update takes
+                the present weights.
 
         Raises:
             PlanError: on every rank: the name is taken or no name, nothing is trained, or weights rest on a tier.
         """
-        self.name, self.count, self.applied = name, 0, False
-        self._sharding, self._weight = sharding, weight
+        self._sharding = sharding = sharding_of(model)
+        self.name, self.count, self._weight = name, 0, weight
+        self._in_model = False
         units = [unit for unit in sharding.units if unit.spec.trainable]
         with sharding.topology.agreed(f"average the weights as {name!r}"):
             if not name.isidentifier() or name in sharding.averages:
@@ -84,28 +82,29 @@ class Average:
         """
         self._check_kept("update it")
         weight = 1.0 if self.count == 0 else self._weight(self.count)
-        for unit, kept in self._kept():
+        for unit, buffer in self._buffers.items():
             with unit.owned_values() as here:
                 if self.count == 0:
-                    kept.copy_(here)
+                    buffer.tensor.copy_(here)
                 else:
-                    kept.lerp_(here, weight)
+                    buffer.tensor.lerp_(here, weight)
         self.count += 1
 
     @contextmanager
-    def applied_to_model(self) -> Iterator[nn.Module]:
-        """Context: the model has the averages, for evaluation or an export. Collective over world, at both ends.
+    def applied(self) -> Iterator[nn.Module]:
+        """Context: the model has the averages, for evaluation, ``full_state_dict`` or an export. Collective over world.
 
-        Steps, updates and checkpoints are refused inside. What the block does to buffers (``update_bn``) ends with it.
+        Frozen parameters and buffers are the model's own; what the block does to buffers (``update_bn``) ends with it.
+        Steps, updates and checkpoints are refused inside.
 
         Raises:
-            StepError: on every rank: there is no average yet, it is applied already, or a forward or backward runs.
+            StepError: on every rank: there was no update yet, it is applied already, or a forward or backward runs.
         """
         sharding = self._sharding
         with sharding.topology.agreed(f"apply the average {self.name!r}"):
             self._check_kept("apply it")
             schedule = sharding.schedule
-            if schedule is None or schedule.in_call or schedule.backward.runs:
+            if schedule.in_call or schedule.backward.runs:
                 raise StepError("an average is applied while a forward or a backward runs")
             if not self.count:
                 raise StepError(
@@ -115,15 +114,15 @@ class Average:
             sharding.check_values()
         buffers = [(buffer, buffer.clone()) for buffer in sharding.model.buffers()]
         self._exchange()
-        self._publish()
-        self.applied = True
+        publish(sharding)
+        self._in_model = True
         try:
             yield sharding.model
         except BaseException:
             # Other ranks may not have left: nothing collective here.
             _restore(buffers)
             self._exchange()
-            self.applied = False
+            self._in_model = False
             for unit in self._buffers:
                 unit.whole.doubt(LEFT)
             raise
@@ -131,8 +130,8 @@ class Average:
             sharding.check_values()
         _restore(buffers)
         self._exchange()
-        self._publish()
-        self.applied = False
+        publish(sharding)
+        self._in_model = False
 
     def check_out(self, what: str) -> None:
         """Refuse ``what`` while the model has the averages.
@@ -140,13 +139,11 @@ class Average:
         Raises:
             StepError: it has.
         """
-        if self.applied:
+        if self._in_model:
             raise StepError(
                 f"{what} inside of `with average.applied():`, where the model has the average {self.name!r} instead of "
                 "its own weights; leave the block first"
             )
-
-    # --- for checkpoints -----------------------------------------------------------------------------------------
 
     def part(self, unit: Unit, position: int) -> Tensor:
         """(elements,) of this rank's part of the parameter in a slot of ``unit``; a view."""
@@ -160,12 +157,6 @@ class Average:
         """Replace what is kept of ``unit`` by (owned_numel,) values."""
         self._buffers[unit].tensor.copy_(owned)
 
-    # --- ---------------------------------------------------------------------------------------------------------
-
-    def _kept(self) -> Iterator[tuple[Unit, Tensor]]:
-        for unit, buffer in self._buffers.items():
-            yield unit, buffer.tensor
-
     def _check_kept(self, what: str) -> None:
         self.check_out(what)
         if not self._buffers:
@@ -173,14 +164,11 @@ class Average:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for unit, kept in self._kept():
+        for unit, buffer in self._buffers.items():
             with unit.owned_values(changes=True) as here:
                 before = here.clone()
-                here.copy_(kept)
-            kept.copy_(before)
-
-    def _publish(self) -> None:
-        publish(self._sharding)
+                here.copy_(buffer.tensor)
+            buffer.tensor.copy_(before)
 
 
 @torch.no_grad()
@@ -192,49 +180,13 @@ def _restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
 
 def publish(sharding: Sharding) -> None:
     """Bring to the model what this rank's masters hold. Collective over world."""
-    if sharding.schedule is not None:
-        sharding.schedule.residence.end_step()
+    sharding.schedule.residence.end_step()
     for unit in sharding.units:
         if unit.spec.trainable:
             unit.publish()
 
 
-class _Averaged:
-    """What both have; see the subclasses."""
-
-    def __init__(self, average: Average) -> None:
-        self._average = average
-
-    @property
-    def count(self) -> int:
-        """Updates so far."""
-        return self._average.count
-
-    def update(self) -> None:
-        """Take the weights of now into the average: after ``optimizer.step()``. Not collective, on all ranks alike.
-
-        Raises:
-            StepError: inside of ``applied``.
-        """
-        self._average.update()
-
-    def applied(self) -> AbstractContextManager[nn.Module]:
-        """Context: the model has the averages, for evaluation, ``full_state_dict`` or an export. Collective over world.
-
-        Frozen parameters and buffers are the model's own; what the block does to buffers ends with it. Steps, updates
-        and checkpoints are refused inside.
-
-        Raises:
-            StepError: on every rank: there was no update yet, it is applied already, or a forward or backward runs.
-        """
-        return self._average.applied_to_model()
-
-    def close(self) -> None:
-        """Give the memory back; checkpoints are without it from now on. Not collective, on all ranks alike."""
-        self._average.close()
-
-
-class EMA(_Averaged):
+class EMA(Average):
     """Exponential moving average: a <- decay a + (1 - decay) w. The first update takes w.
 
     As torch.optim.swa_utils.AveragedModel with ``get_ema_multi_avg_fn(decay)``, of which each rank keeps 1/N, in fp32.
@@ -256,10 +208,10 @@ class EMA(_Averaged):
         """
         if not 0 <= decay <= 1:
             raise ValueError(f"decay: got {decay!r}, expected 0 to 1")
-        super().__init__(Average(sharding(model), name, lambda count: 1 - decay))
+        super().__init__(model, name, lambda count: 1 - decay)
 
 
-class SWA(_Averaged):
+class SWA(Average):
     """Stochastic weight averaging: the mean of the weights at all updates.
 
     As torch.optim.swa_utils.AveragedModel, of which each rank keeps 1/N, in fp32. Checkpoints keep it, as ``EMA``.
@@ -277,7 +229,7 @@ class SWA(_Averaged):
         Raises:
             PlanError: on every rank: as of ``EMA``.
         """
-        super().__init__(Average(sharding(model), name, lambda count: 1 / (count + 1)))
+        super().__init__(model, name, lambda count: 1 / (count + 1))
 
 
 def publish_changes(model: nn.Module) -> None:
@@ -290,4 +242,4 @@ def publish_changes(model: nn.Module) -> None:
         PlanError: the model is not zeroified.
         StepError: on every rank: a forward or a backward runs.
     """
-    publish(sharding(model))
+    publish(sharding_of(model))

@@ -1,8 +1,4 @@
-"""BackwardSchedule: from the first node of a backward to the reduction of its gradients.
-
-Owns: when parameters are unsharded for it and resharded, and the order of reductions. Must not know: forwards, hooks on
-modules, buffers, MPI. It only calls verbs of units.
-"""
+"""BackwardSchedule: from the first node of a backward to the reduction of its gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -27,6 +23,9 @@ from hpczero.zero.calls.ways import (
 )
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
+
+if TYPE_CHECKING:
+    from hpczero.zero.sharding import Sharding
 
 # Kept: units that stay whole although their modules have run, and until when.
 #
@@ -364,21 +363,8 @@ class Residence:
             unit.reshard(retain=unit in self.kept)
 
 
-IN_FLIGHT = (
-    1  # reductions that go on beside the backward, of gradients that leave memory afterwards
-)
-
-
-class Unfrozen(Protocol):
-    """Parameters that were unfrozen since the plan was made."""
-
-    def have_gradients(self) -> bool:
-        """Whether some have gradients, on this rank."""
-        ...
-
-    def after_backward(self) -> None:
-        """Called after the reductions of a backward; collective where those are."""
-        ...
+# Reductions that go on beside the backward, of gradients that leave memory afterwards.
+IN_FLIGHT = 1
 
 
 class BackwardSchedule:
@@ -393,34 +379,18 @@ class BackwardSchedule:
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        gradients: dict[Unit, Gradients],
-        residence: Residence,
-        *,
-        gradient_factor: Callable[[], float],
-        sharded: bool,
-        unfrozen: Unfrozen,
+        self, sharding: Sharding, gradients: dict[Unit, Gradients], residence: Residence
     ) -> None:
-        """Not collective.
-
-        Args:
-            units: in unit order, the root unit(s) first.
-            gradients: of every trainable unit.
-            residence: which units are whole.
-            gradient_factor: multiplies the sum over ranks at each reduction.
-            sharded: whether parameters are given back between uses.
-            unfrozen: told of the end of each backward that brings gradients.
-        """
-        self._unfrozen = unfrozen
+        """Not collective."""
+        units, self._unfreezing = sharding.units, sharding.unfreezing
+        self._gradient_factor = sharding.gradient_factor
+        self._sharded = sharding.plan.stage.shards_parameters
         self.sync, self.released, self.differentiable = True, False, False
         self.gradients = gradients
         self.order = [unit for unit in reversed(units) if unit.spec.trainable]
         self._place = {unit: place for place, unit in enumerate(self.order)}  # see ``train``
         self._units = list(units)
         self._residence = residence
-        self._gradient_factor = gradient_factor
-        self._sharded = sharded
         self._pass: BackwardPass | None = None
 
     def train(self, unit: Unit) -> None:
@@ -570,7 +540,7 @@ class BackwardSchedule:
                 unit.gradients.finish()
         self._pass = None
         if brings:
-            self._unfrozen.after_backward()
+            self._unfreezing.after_backward()
 
     def _brings_gradients(self, backward: BackwardPass) -> bool:
         """Whether this backward is one of parameters. One of ``torch.autograd.grad`` with respect to inputs is not.
@@ -578,8 +548,8 @@ class BackwardSchedule:
         A rank whose loss reaches none of the parameters counts too, with zeros: the others may have gradients.
         """
         if backward.has_gradients or not backward.reached:
-            return backward.has_gradients or self._unfrozen.have_gradients()
-        if self._unfrozen.have_gradients():
+            return backward.has_gradients or self._unfreezing.have_gradients()
+        if self._unfreezing.have_gradients():
             return True
         wanted = any(p.requires_grad for unit in self.order for p in unit.parameters)
         return wanted and not any(self.gradients[u].are_in_a_graph() for u in self.order)

@@ -1,8 +1,4 @@
-"""SharedBuffers: the persistent buffers of a model (running statistics), which are rank 0's after every step.
-
-Owns: which buffers there were at first, and what is sent of them. Must not know: parameters, units, when buffers are
-shared.
-"""
+"""SharedBuffers: the persistent buffers of a model (running statistics), which are rank 0's after every step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Filling: the first values of all units.
 
-Owns: where they come from, and the checks that ranks agree on them. Must not know: plans, hooks, optimizers.
-
 ``initialize`` draws parameters of the whole model, and a rank keeps its part of each. First values are therefore the
 same bits for every layout of ranks (issue 19).
 
@@ -39,13 +37,12 @@ from hpczero.zero.units.unit import Unit
 #     part of one         runs of the whole parameter (``Placement.runs``), many short ones where it is cut by columns
 #     a call              one run, or a span of runs with what lies between them where that is cheaper than a call each
 
-GAP = (
-    2**12
-)  # elements between two runs that are drawn and dropped: a call takes the time of about as many
-SPAN = (
-    2**18
-)  # elements that are drawn together for one call, at most, where they do not go straight to their place
-SAMPLE = 64  # elements that stand for a parameter, at its begin and its end each
+# Elements between two runs that are drawn and dropped: a call takes the time of about as many.
+GAP = 2**12
+# Elements that are drawn together for one call, at most, where they do not go straight to their place.
+SPAN = 2**18
+# Elements that stand for a parameter, at its begin and its end each.
+SAMPLE = 64
 
 
 @runtime_checkable
@@ -118,15 +115,10 @@ class Drawing:
         self._initialize, self._part = initialize, part
 
     def fill(self, layout: ShardLayout, shard: int, values: Tensor) -> None:
-        """Fill ``values`` with shard number ``shard`` of a unit.
+        """Fill ``values`` with shard number ``shard`` of a unit of this layout.
 
-        Args:
-            layout: of the unit.
-            shard: number of the shard.
-            values: (elements of the shard without padding,), of any floating dtype, on any device.
-
-        Raises:
-            PlanError: a range has other values when it is asked for again.
+        ``values``: (elements of the shard without padding,), of any floating dtype, on any device. PlanError where a
+        range has other values when it is asked for again.
         """
         begin = layout.shard_range(shard).start
         for slot in layout.slots:
@@ -161,18 +153,17 @@ class Drawing:
         straight = values.dtype == torch.float32 and values.device.type == "cpu"
         for span in _spans(runs, straight=straight):
             begin, stop = int(span.whole[0]), int(span.whole[-1] + span.numel[-1])
-            if len(span.numel) == 1:
-                first = int(span.local[0]) - own.start
-                place = values[first : first + stop - begin]
-                if straight:
-                    self._draw(placement, begin, place)
-                    continue
-                drawn = torch.empty(stop - begin, dtype=torch.float32, device="cpu")
-                self._draw(placement, begin, drawn)
+            alone = len(span.numel) == 1
+            first = int(span.local[0]) - own.start
+            place = values[first : first + stop - begin]
+            if alone and straight:
+                self._draw(placement, begin, place)
+                continue
+            drawn = torch.empty(stop - begin, dtype=torch.float32, device="cpu")
+            self._draw(placement, begin, drawn)
+            if alone:
                 place.copy_(drawn)
             else:
-                drawn = torch.empty(stop - begin, dtype=torch.float32, device="cpu")
-                self._draw(placement, begin, drawn)
                 sources, places = _elements(span, begin, own.start)
                 values[places.to(values.device)] = drawn[sources].to(values.device, values.dtype)
         self._check(placement, runs, own, values)

@@ -1,7 +1,5 @@
 """full_state_dict: the whole model, as ``state_dict()`` of a plain one would be.
 
-Owns: which value has which name. Must not know: how values are gathered, MPI.
-
 Names are those of the model's own ``state_dict()``, so what its modules and hooks add or rename is kept. Where ranks
 hold parts of a model they are those of the whole one.
 """
@@ -259,7 +257,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any] | None:
 def _full_state(model: nn.Module) -> dict[str, Any] | None:
     state = _checked(model)
     if not is_whole(state):
-        return _put_together(WholeModel(state), {} if state.topology.is_root else None)
+        return _of_parts(WholeModel(state), is_root=state.topology.is_root)
     values: dict[int, Tensor] | None = {} if state.topology.is_root else None
     for unit in state.units:
         found = _values_of(unit)
@@ -291,10 +289,7 @@ class StateByUnit:
         self._parts = None if is_whole(self._state) else WholeModel(self._state)
         if self._parts is not None:
             shapes = self._parts.shapes if self._state.topology.is_root else {}
-            known = {
-                name: torch.empty(shape, device="meta", dtype=torch.float32)
-                for name, shape in shapes.items()
-            }
+            known = {name: _shown_as(shape) for name, shape in shapes.items()}
             buffers = self._parts.buffers()
             if self._state.topology.is_root:
                 self.tensors = _ordered(self._parts, known, buffers)
@@ -305,9 +300,7 @@ class StateByUnit:
                     for parameter, slot in zip(
                         unit.parameters, unit.spec.layout.slots, strict=True
                     ):
-                        self._known[id(parameter)] = torch.empty(
-                            slot.shape, device="meta", dtype=torch.float32
-                        )
+                        self._known[id(parameter)] = _shown_as(slot.shape)
                 self.tensors = _named(model, self._known)
 
     def units(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -331,13 +324,17 @@ class StateByUnit:
             found.clear()
 
 
-def _put_together(parts: WholeModel, values: dict[str, Tensor] | None) -> dict[str, Any] | None:
-    """``full_state_dict`` of a part of a model, in ``values`` on world rank 0. Collective over world."""
+def _shown_as(shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, device="meta", dtype=torch.float32)
+
+
+def _of_parts(parts: WholeModel, *, is_root: bool) -> dict[str, Any] | None:
+    """``full_state_dict`` of a part of a model. Collective over world."""
+    values: dict[str, Tensor] = {}
     for found in parts.collected(Unit.gather_values):
-        if values is not None:
-            values |= found
+        values |= found
     buffers = parts.buffers()
-    return None if values is None else _ordered(parts, values, buffers)
+    return _ordered(parts, values, buffers) if is_root else None
 
 
 def _ordered(

@@ -1,8 +1,4 @@
-"""Modules and parameters that cannot be trained in shards, found before anything is changed.
-
-Owns: what ``zeroify`` refuses by looking at modules, each with a remedy. Must not know: units, ranks, what the
-optimizer is (``optimizers``) or which modules form units (``plan``).
-"""
+"""Modules and parameters that cannot be trained in shards, found before anything is changed."""
 
 from __future__ import annotations
 
@@ -295,10 +291,8 @@ def check_part(model: nn.Module) -> None:
     part = part_of(model)
     if part is None:
         return
-    known = {
-        *part.names,
-        *part.placements,
-    }  # a further name of a tied one is known by the first name
+    # A further name of a tied parameter is known by the first name.
+    known = {*part.names, *part.placements}
     for name, parameter in model.named_parameters():
         placement = part.placements.get(name)
         if name not in known:

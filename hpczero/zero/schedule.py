@@ -1,8 +1,5 @@
 """Schedule: when units act.
 
-Owns: the hooks on modules, parameters and autograd nodes, and forwards. Must not know: buffers, MPI, optimizers, why a
-unit stays whole. It only calls verbs.
-
     forward   pre-hook: unshard, wait | module runs | post-hook: reshard
     backward  a module's last node is about to run: unshard, wait | its backward; gradients are captured
               | a node from before the module is about to run: reshard, reduce
@@ -17,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
-from hpczero.zero.backward_schedule import BackwardSchedule, Residence, Unfrozen
+from hpczero.zero.backward_schedule import BackwardSchedule, Residence
 from hpczero.zero.calls.tensors import Attributes, TooMany
 from hpczero.zero.calls.ways import (
     Gradients,
@@ -40,6 +37,9 @@ from hpczero.zero.calls.ways import (
 )
 from hpczero.zero.units.unit import Unit
 
+if TYPE_CHECKING:
+    from hpczero.zero.sharding import Sharding
+
 # A forward that an exception has left.
 #
 # The program may catch the exception and call the model again. Where all ranks do, as after memory ran out on all of
@@ -49,10 +49,9 @@ NEAR = 8  # frames between a hook and torch's call of it
 
 
 class LeftForward:
-    """Of the forwards of one model. Not collective."""
+    """Watches the forwards of one model. Not collective."""
 
     def __init__(self, comm: Collectives) -> None:
-        """Not collective."""
         self._comm = comm
         self._runs = self._was_left = False
         self._begun_at = 0  # fingerprint
@@ -60,11 +59,11 @@ class LeftForward:
         self._handled: BaseException | None = None
 
     def number(self) -> None:
-        """Count one that begins, for who exchanges activations in it. Not collective."""
+        """Count a forward that begins, for who exchanges activations in it."""
         self._comm.group.forwards.begin()
 
     def is_lost(self) -> bool:
-        """Whether the forward that was begun last was left without ``end``. Not collective.
+        """Whether the forward that was begun last was left without ``end``.
 
         No hook hears of what is no ``Exception``, as KeyboardInterrupt.
         """
@@ -88,7 +87,7 @@ class LeftForward:
         return left
 
     def end(self) -> None:
-        """It has ended, or an exception is leaving it. Not collective."""
+        """The forward has ended, or an exception is leaving it."""
         error, handled = sys.exc_info()[1], self._handled
         if error is not None and error is not handled and not getattr(error, "agreed", False):
             self._was_left = self._comm.calls.fingerprint != self._begun_at
@@ -138,11 +137,7 @@ class Surroundings:
 
     @untraced
     def look(self, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
-        """Look around before a call of ``module``.
-
-        Raises:
-            StepError: as ``refuse_transforms``; or ``torch.jit.trace`` records the call.
-        """
+        """Before a call of ``module``; StepError inside a transform, or where ``torch.jit.trace`` records the call."""
         if torch._C._get_tracing_state() is not None:
             raise StepError(
                 f"{type(module).__name__} of a zeroified model was called by torch.jit.trace, which would record "
@@ -156,13 +151,10 @@ class Surroundings:
 
 
 def refuse_transforms(module: nn.Module) -> None:
-    """Refuse derivatives that would bypass the hooks that gather, capture and reduce.
-
-    Raises:
-        StepError: the message says which calls work instead.
-    """
+    """Raise StepError for derivatives that would bypass the hooks that gather, capture and reduce."""
     if torch._C._are_functorch_transforms_active():
-        kinds = {str(level.key()).rpartition(".")[2] for level in _transforms()}
+        stack = torch._C._functorch.get_interpreter_stack() or ()
+        kinds = {str(level.key()).rpartition(".")[2] for level in stack}
         if kinds != {"Vmap"} or torch.is_grad_enabled():
             raise StepError(
                 f"{type(module).__name__} was called inside a transform of torch.func ({', '.join(sorted(kinds))}), "
@@ -179,22 +171,13 @@ def refuse_transforms(module: nn.Module) -> None:
 
 
 def refuse_mutation(module: nn.Module) -> None:
-    """Refuse a mode in which autograd keeps saved tensors by their memory: that of sharded parameters is given back.
-
-    Raises:
-        StepError: the message says what to do.
-    """
+    """Raise StepError in a mode where autograd keeps saved tensors by memory, which sharded parameters give back."""
     if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled and torch.is_grad_enabled():
         raise StepError(
             f"{type(module).__name__} was called inside torch.autograd.graph.allow_mutation_on_saved_tensors(), which "
             "needs the memory of parameters that a model at stage 3 gives back between uses. Leave it out and change "
             "a clone of the saved tensor, or train at stage 2"
         )
-
-
-def _transforms() -> list[Any]:
-    stack = torch._C._functorch.get_interpreter_stack()
-    return list(stack or ())
 
 
 # transformers (5.23) asks its modules for this before a rank leaves a layer out, or ends a text before the others: with
@@ -224,46 +207,22 @@ class Schedule:
         backward: what runs from the first node of a backward on.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        *,
-        gradient_factor: Callable[[], float],
-        unfrozen: Unfrozen,
-        sharded: bool,
-        left: LeftForward,
-        ahead: bool = False,
-        read_ahead: int = 0,
-    ) -> None:
-        """Register the hooks.
-
-        Args:
-            model: the module whose calls start a forward.
-            units: in unit order, the root unit(s) first.
-            gradient_factor: multiplies the sum over ranks at each reduction.
-            unfrozen: told of the end of each backward that brings gradients.
-            sharded: whether parameters are given back between uses.
-            left: told of each forward.
-            ahead: whether to start to unshard the next unit while one is used.
-            read_ahead: number of units whose values are read, from where they rest, before they are used.
-        """
+    def __init__(self, sharding: Sharding) -> None:
+        """Register the hooks."""
+        model, units = sharding.model, sharding.units
         trained = [unit for unit in reversed(units) if unit.spec.trainable]
         gradients = {unit: Gradients(unit.parameters) for unit in trained}
+        self._sharded = sharding.plan.stage.shards_parameters
         self.residence = Residence(
-            units, gradients, sharded=sharded, ahead=ahead, read_ahead=read_ahead
-        )
-        self.backward = BackwardSchedule(
             units,
             gradients,
-            self.residence,
-            gradient_factor=gradient_factor,
-            sharded=sharded,
-            unfrozen=unfrozen,
+            sharded=self._sharded,
+            ahead=self._sharded and sharding.collectives.footprint.overlap,
+            read_ahead=sharding.away.read_ahead,
         )
+        self.backward = BackwardSchedule(sharding, gradients, self.residence)
         self._units = list(units)
-        self._sharded = sharded
-        self._left = left
+        self._left = LeftForward(sharding.collectives)
         self._around: dict[nn.Module, tuple[Callable[..., None], Callable[..., None]]] = {}
         self._running: dict[nn.Module, list[ModuleCall]] = {}
         self._uncalled: dict[Unit, set[nn.Module]] = {}
@@ -290,7 +249,7 @@ class Schedule:
         self.residence.reset()
 
     def _begin_forward(self) -> None:
-        """Forget one that an exception has left. Graphs of others stay; units are gathered anew, on all ranks."""
+        """Forget a forward that raised. Graphs of other forwards are kept. All ranks gather their units again."""
         if self._left.is_lost():
             self._running.clear()
             self._uncalled.clear()

@@ -1,8 +1,4 @@
-"""Sharding: the object behind a zeroified model.
-
-Owns: the parts of one sharded model and their attachment to model and optimizer. Must not know: how any part works
-inside.
-"""
+"""Sharding: the object behind a zeroified model."""
 
 from __future__ import annotations
 
@@ -22,20 +18,18 @@ from hpczero.memory.buffers import DTYPES, Memory
 from hpczero.plan import Plan, UnitSpec
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import LossScaler
-from hpczero.zero.attachment import Attachment, HookSeal, Zeroing
+from hpczero.zero.attachment import Attachment, HookSeal, Unfreezing, Zeroing
 from hpczero.zero.buffers import SharedBuffers
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.casting import Casting
 from hpczero.zero.refusals import IGNORED_BY_DDP, NotForDDP
-from hpczero.zero.schedule import LeftForward, Schedule, Surroundings, answer_transformers
-from hpczero.zero.unfreezing import Unfreezing
+from hpczero.zero.schedule import Schedule, Surroundings, answer_transformers
 from hpczero.zero.units.away_shard import GRADIENT, NOTHING_AWAY, Away
 from hpczero.zero.units.gradients import ExactReducer, PartialReducer, Reducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import OptimizerState
-from hpczero.zero.update.optimizers import OptimizerSet
-from hpczero.zero.update.stepper import point_at_shards
+from hpczero.zero.update.optimizers import OptimizerSet, point_at_shards
 from hpczero.zero.update.update import Step
 
 if TYPE_CHECKING:
@@ -55,6 +49,7 @@ class Sharding:
         collectives: the transport, with ``stats``.
         units: in plan order.
         attachment, shared_buffers: what a step holds the model against.
+        schedule, casting, surroundings: hooks on the model, from ``attach`` on.
         micro_batches: over how many the gradients that are reduced now are the mean; see ``accumulate``.
         next_part: of ``accumulate``, and of how many; None before the first.
         advice: what is told once.
@@ -124,22 +119,10 @@ class Sharding:
         self.shared_buffers = SharedBuffers(model, topology, collectives)
         self.lineage: dict[Path, int] = {}
         self.averages: dict[str, Average] = {}
-        self.step = Step(
-            self.units,
-            collectives,
-            topology,
-            self,
-            precision=plan.precision,
-            scaler=self.scaler,
-            advice=self.advice,
-        )
-        self.schedule: Schedule | None = None
+        self.step = Step(self)
         self.micro_batches = 1
         self.next_part: tuple[int, int] | None = None
-        self.casting: Casting | None = None
         self.registered: list[tuple[nn.Module, str, Any]] = []
-        self.surroundings: Surroundings | None = None
-        self._seal: HookSeal | None = None
         self._optimizer_states: list[OptimizerState] = []
 
     @property
@@ -164,7 +147,7 @@ class Sharding:
     @property
     def skipped_steps(self) -> int:
         """Steps skipped so far because a gradient was not finite."""
-        return self.step.skips.counts.skipped
+        return self.step.skips.skipped
 
     @property
     def loss_scale(self) -> float:
@@ -176,7 +159,7 @@ class Sharding:
         of_shards = (state for each in self.optimizers for state in each.state.values())
         # Past what is said of values that rest on a tier: here their bytes in memory count.
         states = itertools.chain.from_iterable(dict.values(state) for state in of_shards)
-        return sum(stepper.parted.nbytes for stepper in self.step.steppers) + sum(
+        return sum(stepper.update.nbytes for stepper in self.step.steppers) + sum(
             t.numel() * t.element_size() for t in states if isinstance(t, Tensor) and t.dim()
         )
 
@@ -194,16 +177,7 @@ class Sharding:
             about_hooks=self.advice.about_hooks,
             part=part_of(model) or ModelPart(()),
         )
-        self.schedule = Schedule(
-            model,
-            self.units,
-            gradient_factor=self._gradient_factor,
-            unfrozen=self.unfreezing,
-            sharded=self.plan.stage.shards_parameters,
-            left=LeftForward(self.collectives),
-            ahead=self.plan.stage.shards_parameters and self.collectives.footprint.overlap,
-            read_ahead=self.away.read_ahead,
-        )
+        self.schedule = Schedule(self)
         self.advice.about_layers(self.answer_transformers())
         model.__dict__[IGNORED_BY_DDP] = NotForDDP()
         for unit in self.units:
@@ -212,30 +186,18 @@ class Sharding:
         self.surroundings = Surroundings(model, hooked.values())
         self._seal = HookSeal(hooked)
         model.__dict__[KEY] = self
-        zeroing = Zeroing(
-            self.units,
-            self.schedule,
-            self.step,
-            next_part=lambda: self.next_part,
-            begin_anew=lambda: setattr(self, "next_part", None),
-        )
+        zeroing = Zeroing(self)
         model.__dict__["zero_grad"] = zeroing.all
-        point_at_shards(self.optimizers, self.units)
+        for each in self.optimizers:
+            each.state.clear()
+        point_at_shards(self.optimizers, self.units, kept=[0] * len(self.optimizers))
         self.step.attach(self.optimizers, sharded=self.plan.stage.shards_optimizer)
         for stepper in self.step.steppers:
-            optimizer = stepper.optimizer
-            state = OptimizerState(
-                optimizer,
-                self.topology,
-                self.plan,
-                self.advice,
-                place=(stepper.index, len(self.optimizers)),
-                loaded=stepper.adopt,
-                away=stepper.streams,
-            )
+            count = len(self.optimizers)
+            state = OptimizerState(stepper, self.topology, self.plan, self.advice, count=count)
             self._optimizer_states.append(state)
             self.attachment.watch(stepper, state)
-            optimizer.__dict__["zero_grad"] = zeroing.of(stepper)
+            stepper.optimizer.__dict__["zero_grad"] = zeroing.of(stepper)
 
     def _show_gradients(self, unit: Unit) -> None:
         """Let ``parameter.grad`` stand for what lies in shards; see SeenGradient."""
@@ -246,14 +208,13 @@ class Sharding:
 
     def train(self, unit: Unit, spec: UnitSpec) -> None:
         """``unit``, a frozen one, trains from now on and is as ``spec`` says; ``follow_units`` follows."""
-        assert self.schedule is not None, "hooks are attached"
         unit.train(spec, self.precision, self._reducer)
         self.schedule.train(unit)
         self._show_gradients(unit)
 
     def reduce(self, units: Sequence[Unit]) -> None:
         """Reduce gradients that lie on the parameters of ``units``, which train since now. Collective."""
-        factor = self._gradient_factor()
+        factor = self.gradient_factor()
         for unit in units:
             for position, parameter in enumerate(unit.parameters):
                 unit.gradients.capture(position, parameter, False)
@@ -263,7 +224,7 @@ class Sharding:
     def follow_units(self) -> None:
         """Other units train, and optimizers have other groups: everything that lists them does so anew."""
         self.plan = replace(self.plan, units=tuple(unit.spec for unit in self.units))
-        self.step.follow(self.optimizers)
+        self.step.follow()
         for state in self._optimizer_states:
             state.follow(self.plan)
         self.attachment.follow()
@@ -285,17 +246,17 @@ class Sharding:
     @property
     def in_backward(self) -> bool:
         """Whether a backward runs, or was interrupted."""
-        return self.schedule is not None and self.schedule.backward.runs
+        return self.schedule.backward.runs
 
     @property
     def in_call(self) -> bool:
         """Whether a forward runs."""
-        return self.schedule is not None and self.schedule.in_call
+        return self.schedule.in_call
 
     @property
     def differentiable(self) -> bool:
         """Whether the last backward kept its own graph (``create_graph=True``)."""
-        return self.schedule is not None and self.schedule.backward.differentiable
+        return self.schedule.backward.differentiable
 
     def norm_of_slot(self, unit: Unit, position: int, order: float) -> float:
         """As ``GradientNorms.of_slot``."""
@@ -311,7 +272,6 @@ class Sharding:
 
     def forget_interrupted(self) -> None:
         """Forget an interrupted backward, whose other gradients are incomplete."""
-        assert self.schedule is not None, "hooks are attached"
         self.schedule.reset()
         self.step.history.interruption()
 
@@ -324,7 +284,7 @@ class Sharding:
 
     def before_update(self, units: Collection[Unit]) -> list[Unit]:
         """Values of ``units`` change now; returns the units that were kept whole for a later backward."""
-        if self.schedule is None or self.schedule.backward.runs:
+        if self.schedule.backward.runs:
             return []
         return self.schedule.residence.end_step(units)
 
@@ -332,21 +292,17 @@ class Sharding:
         """The parameters are up to date."""
         self.shared_buffers.share()
 
-    def replaced(self) -> list[str]:
-        """What of the model is not as it was at first."""
-        return self.shared_buffers.replaced(self.attachment.modules)
-
-    def changes(self) -> list[str]:
-        """What trains otherwise than at first."""
-        return self.unfreezing.texts
+    @property
+    def texts(self) -> list[str]:
+        """Buffers, and what trains, where they are not as they were at first."""
+        return [*self.shared_buffers.replaced(self.attachment.modules), *self.unfreezing.texts]
 
     def settle(self) -> bool:
-        """Bring the plan to ``changes``; whether the plan was not there. Collective."""
+        """Bring the plan to what trains; whether the plan was not there. Collective."""
         return self.unfreezing.settle_at_step()
 
-    def _gradient_factor(self) -> float:
+    def gradient_factor(self) -> float:
         """Mean over ranks and micro-batches, loss scale taken out: one number, multiplied once, after the sum."""
-        assert self.casting is not None, "hooks are attached"
         if self.precision.loss_scale is not None and not self.casting.scaled:
             raise StepError(
                 "this backward did not come in through the outputs of the model, so its gradients carry no "
@@ -400,21 +356,17 @@ class Sharding:
         for unit in self.units if whole else ():
             unit.unshard()
             unit.whole.wait_for_unshard()  # before anything is taken away: a memory tier may fail
-        if self.schedule is not None:
-            self.schedule.remove()
-            answer_transformers(self.model, runs_all=False)
-            self.model.__dict__.pop(IGNORED_BY_DDP, None)
+        self.schedule.remove()
+        answer_transformers(self.model, runs_all=False)
+        self.model.__dict__.pop(IGNORED_BY_DDP, None)
         for unit in self.units:
             unit.whole.leave()
-        for part in (
-            self.casting,
-            self.surroundings,
-            self._seal,
-            *self._optimizer_states,
-            self.advice,
-        ):
-            if part is not None:
-                part.remove()
+        self.casting.remove()
+        self.surroundings.remove()
+        self._seal.remove()
+        for state in self._optimizer_states:
+            state.remove()
+        self.advice.remove()
         for module, name, own in reversed(self.registered):
             module.__dict__.pop(name, None)
             if own is not None:

@@ -1,8 +1,4 @@
-"""zeroify: joins plan, units, schedule and step around a plain torch model; the public calls on such a model.
-
-Owns: the order in which the rooms are set up, and nothing else's business. Must not know: buffers, hooks' inner
-workings, MPI.
-"""
+"""zeroify: joins plan, units, schedule and step around a plain torch model; the public calls on such a model."""
 
 from __future__ import annotations
 
@@ -56,10 +52,10 @@ from hpczero.zero.units.away_shard import (
     AwayShard,
     UnitStore,
 )
-from hpczero.zero.update.host_update import leaves_choice
 from hpczero.zero.update.optimizer_state import state_names
-from hpczero.zero.update.optimizers import OptimizerSet, check_uncut
+from hpczero.zero.update.optimizers import OptimizerSet, check_optimizer, check_uncut
 from hpczero.zero.update.parts import method_behind
+from hpczero.zero.update.streamed import leaves_choice
 
 
 def need(offloaded: OffloadedPlan, topology: Topology) -> str:
@@ -371,7 +367,8 @@ def zeroify(
         trains = len(optimizers) > 0
         check_modules(model, precision, trains=trains)
         if trains:
-            optimizers.check()
+            for each in optimizers:
+                check_optimizer(each)
             check_uncut(optimizers, model, part_of(model))
             check_gradients(model)
             groups = optimizers.number_parameters(model)
@@ -457,7 +454,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Saves communication when micro-batches accumulate; holds whole gradients meanwhile, in fp32. Not collective.
     """
     schedule = sharding(model).schedule
-    assert schedule is not None, "zeroify attaches the schedule"
     before, schedule.backward.sync = schedule.backward.sync, False
     try:
         yield

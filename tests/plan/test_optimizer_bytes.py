@@ -85,7 +85,7 @@ def test_state_in_8_bits_is_decoded_of_one_unit_at_a_time_as_planned(
 
     for stage in range(4):
         with trained(topology, hpczero.optim.AdamW8bit, stage, steps=1) as sharding:
-            update = sharding.step.steppers[0].parted
+            update = sharding.step.steppers[0].update
             monkeypatch.setattr(update, "_method", watched)
             taken.clear()
             step(sharding.model)

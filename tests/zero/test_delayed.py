@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import hpczero
-from hpczero.zero.update.host_update import DelayedUpdate
+from hpczero.zero.update.streamed import DelayedUpdate
 from tests.helpers import late
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert

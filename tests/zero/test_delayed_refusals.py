@@ -49,7 +49,7 @@ def test_what_fails_on_the_thread_is_one_error_of_the_next_step(
         take_steps(model, optimizer, comm.rank, range(2, 5))
         expected = hpczero.full_state_dict(model)
         saved.load()
-        update: Any = sharding.step.steppers[0].parted
+        update: Any = sharding.step.steppers[0].update
         do = update._do
         done: list[int] = []
 

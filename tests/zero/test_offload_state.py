@@ -234,7 +234,7 @@ def test_a_step_that_was_cut_off_gives_its_staging_back(
         saved.save(1)
         take_steps(model, optimizer, comm.rank, 1)
         expected = hpczero.full_state_dict(model)
-        update: Any = sharding.step.steppers[0].parted
+        update: Any = sharding.step.steppers[0].update
         method = update._method
         for attempt in range(6):
             saved.load()

@@ -174,7 +174,7 @@ def test_a_change_that_an_exception_has_left_half_done(
     with zeroified(model, optimizer, stage=stage, topology=topology):
         layer.requires_grad_(True)
         with monkeypatch.context() as patch:
-            patch.setattr("hpczero.zero.unfreezing.add_to_group", _interrupted)
+            patch.setattr("hpczero.zero.attachment.point_at_shards", _interrupted)
             with pytest.raises(KeyboardInterrupt):
                 mlp_backward(model, comm.rank)
         optimizer.zero_grad()

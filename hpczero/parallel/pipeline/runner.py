@@ -131,7 +131,7 @@ class Ties:
         if unit.spec.trainable:
             used = bool(unit.gradients.usage.now[0])
             # Of a unit that rests elsewhere too: its twin may rest in memory. Not while a delayed update changes both.
-            if not any(stepper.pending for stepper in self._state.step.steppers):
+            if not any(stepper.update.pending for stepper in self._state.step.steppers):
                 with unit.owned_values() as values:
                     digest = int(digest_of_bits(values.detach()))
         words = [index, unit.owned_numel, int(unit.spec.trainable), digest, int(used)]

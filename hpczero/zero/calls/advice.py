@@ -1,7 +1,5 @@
 """Advice: what is legal and seldom meant, said once, on rank 0, with a remedy.
 
-Owns: signs of it that are cheap to see, and the words. Must not know: units, how ranks agree.
-
 Nothing here changes a result. What is known to be wrong is refused elsewhere.
 """
 

@@ -1,8 +1,5 @@
 """Casts at the model's boundary.
 
-Owns: inputs to the parameter dtype, outputs to fp32, and the loss scale's entry into backward. Must not know: units,
-MPI.
-
 Users call ``loss.backward()`` as always. At the model's outputs the gradient that enters is multiplied by the loss
 scale, in fp32, before it becomes fp16. The gradient of an input is divided by the scale. Nothing outside of the model
 is therefore scaled.

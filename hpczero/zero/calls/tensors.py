@@ -1,8 +1,5 @@
 """Tensors in whatever a module takes and returns.
 
-Owns: where tensors may be: containers of any class, dataclasses, objects with attributes. Must not know: units, hooks,
-ranks.
-
 torch's pytrees see registered classes only. They do not see a dataclass, a subclass of dict or an object that a block
 writes its results to. A backward pass may come in by the tensors there.
 
@@ -108,9 +105,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         TooMany: there is more in it than a search should take time for.
     """
     seen: set[int] = set()
-    waiting = deque(
-        [tree]
-    )  # where it ends too early, the tensors of an ordinary result have been found
+    # In this order: where the search ends too early, the tensors of an ordinary result have been found.
+    waiting = deque([tree])
     while waiting:
         item = waiting.popleft()
         kind = _kind_of(item)

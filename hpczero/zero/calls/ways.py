@@ -1,7 +1,5 @@
 """Ways: by which autograd nodes a backward pass comes into the calls of modules, and leaves them.
 
-Owns: the hooks on nodes. Must not know: units' verbs, what is done when a hook fires.
-
 [Note: The ways into a call]
 With sharded parameters, a call's units must be whole before any of its nodes runs in backward. Hooks on the nodes
 behind its results see to that. Results are what the module returns, what it changed or put into its arguments, what it
@@ -123,12 +121,7 @@ class BackwardPass:
     """
 
     def __init__(self, task: int, gradients: Mapping[Unit, Gradients]) -> None:
-        """Begin; called inside of a backward.
-
-        Args:
-            task: autograd's number of it.
-            gradients: of every trainable unit.
-        """
+        """Begin; called inside of a backward. ``gradients``: of every trainable unit."""
         self.task = task
         self.differentiable = torch.is_grad_enabled()
         self.opened: list[ModuleCall] = []
@@ -188,9 +181,8 @@ def _metadata(node: Node) -> dict[Any, Any]:
 def _will_run(node: Node) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except (
-        RuntimeError
-    ):  # torch.autograd.grad with respect to this very parameter: nothing is added anywhere
+    except RuntimeError:
+        # torch.autograd.grad with respect to this very parameter: nothing is added anywhere.
         return False
 
 

@@ -1,8 +1,4 @@
-"""Agreement: what ranks compare before an update, in one exchange.
-
-Owns: what is compared, and what is said where ranks differ. Must not know: modules, what is done about a gradient that
-is not finite.
-"""
+"""Agreement: what ranks compare before an update, in one exchange."""
 
 from __future__ import annotations
 
@@ -46,51 +42,27 @@ from hpczero.zero.units.unit import Unit
 class DeferredNumber:
     """A number that is read when it is asked for, or with others before that."""
 
-    def __init__(self, tensor: Tensor, waiting: WeakSet[DeferredNumber]) -> None:
-        """``tensor``: 0-dimensional, fp64, of its own; ``waiting``: where it stands until it is read."""
-        self._tensor: Tensor | None = tensor
-        self._waiting = waiting
-        self._number = 0.0
+    def __init__(self, tensor: Tensor, readings: Readings) -> None:
+        """``tensor``: 0-dimensional, fp64, of its own."""
+        self._tensor, self._readings = tensor, readings
+        self._number: float | None = None
 
     def __call__(self) -> float:
         """The number. It waits for the device where nothing has read it yet."""
-        if self._tensor is not None:
-            beside = {
-                each: there
-                for each in self._waiting
-                if (there := each.on(self._tensor.device)) is not None
-            }
-            found = torch.stack([*beside.values()]).tolist()
-            for reading, number in zip(beside, found, strict=True):
-                reading.take(number)
+        if self._number is None:
+            self._readings.read([self._tensor])  # itself among what waits there
+        assert self._number is not None, "it was read"
         return self._number
-
-    def take(self, number: float) -> None:
-        """It was read."""
-        self._tensor, self._number = None, number
-        self._waiting.discard(self)
-
-    def on(self, device: torch.device) -> Tensor | None:
-        """What is to be read, if it is there."""
-        tensor = self._tensor
-        return tensor if tensor is not None and tensor.device == device else None
 
 
 class Readings:
-    """Of one model. Nothing here is collective."""
+    """Numbers of one model that wait to be read. Nothing here is collective."""
 
     def __init__(self) -> None:
         self._waiting: WeakSet[DeferredNumber] = WeakSet()  # what nobody has, nobody asks for
 
     def add(self, tensor: Tensor) -> DeferredNumber:
-        """One number, as it is now.
-
-        Args:
-            tensor: one element of any real dtype on any device.
-
-        Raises:
-            ConfigError: it has another number of elements, or is complex.
-        """
+        """The number in ``tensor``, one element of any real dtype, as it is now; ConfigError for any other tensor."""
         if tensor.numel() != 1 or tensor.is_complex():
             raise ConfigError(
                 f"a number to read later: got {tuple(tensor.shape)} {tensor.dtype}, expected one real element; take "
@@ -99,7 +71,7 @@ class Readings:
         # A copy: what the program does to the tensor afterwards is not meant.
         with torch.inference_mode(False), torch.no_grad():
             own = tensor.detach().reshape(()).to(torch.float64, copy=True)
-        reading = DeferredNumber(own, self._waiting)
+        reading = DeferredNumber(own, self)
         self._waiting.add(reading)
         return reading
 
@@ -115,21 +87,18 @@ class Readings:
         if not numbers:
             return []
         wanted = torch.stack(list(numbers))
-        beside = {
-            reading: tensor
-            for reading in self._waiting
-            if (tensor := reading.on(wanted.device)) is not None
-        }
+        beside = [each for each in self._waiting if each._tensor.device == wanted.device]
         if beside:
-            wanted = torch.cat([wanted.double(), torch.stack([*beside.values()])])
+            wanted = torch.cat([wanted.double(), torch.stack([each._tensor for each in beside])])
         found: list[float] = wanted.tolist()
         for reading, number in zip(beside, found[len(numbers) :], strict=True):
-            reading.take(number)
+            reading._number = number
+            self._waiting.discard(reading)
         return found[: len(numbers)]
 
 
 class GradientNorms:
-    """All methods but ``forget`` are collective over topology.world.
+    """Norms of the gradients of one model. All methods but ``forget`` are collective over topology.world.
 
     Attributes:
         readings: numbers that are read with those of a norm.
@@ -145,25 +114,19 @@ class GradientNorms:
         """Not collective.
 
         Args:
-            units: the trainable ones.
+            units: the trainable ones; the caller changes the list where other units train, and calls ``forget``.
             comm: the transport.
             model_ranks: the ranks that hold one copy of the model together.
             check: raises StepError where gradients are not reduced over ranks.
         """
-        self._units = list(units)
+        self._units = units
         self._comm, self._model_ranks = comm, model_ranks
         self._check = check
         self.readings = Readings()
         # By order, with the versions of the gradients they are of; a norm is taken out when asked for: see of_slot.
         self._of_slots: dict[float, tuple[dict[tuple[Unit, int], float], list[int]]] = {}
-        self._finite: list[int] | None = (
-            None  # versions of the gradients when they were last known to be
-        )
-
-    def follow(self, units: Sequence[Unit]) -> None:
-        """``units`` are the trainable ones from now on."""
-        self._units = list(units)
-        self.forget()
+        # Versions of the gradients when they were last known to be finite.
+        self._finite: list[int] | None = None
 
     def forget(self) -> None:
         """The gradients changed."""
@@ -184,15 +147,12 @@ class GradientNorms:
         return [unit.gradients.version for unit in self._units]
 
     def of_all(self, norm_type: float) -> float:
-        """Norm over all parameters, the same bits on every rank and in every stage.
+        """Norm over all parameters, of order 2.0 or inf; the same bits on every rank and in every stage.
 
         Right to fp64 rounding, so it is also that of any other number of ranks but for the last digits.
 
-        Args:
-            norm_type: 2.0 or inf.
-
         Raises:
-            ConfigError: another norm.
+            ConfigError: another order.
             StepError: gradients of ``no_sync`` wait for a reduction.
         """
         if norm_type not in (2.0, math.inf):
@@ -256,10 +216,7 @@ class GradientNorms:
         every order there is one such set, so that several may be asked for by turns; at an exchange all ranks forget
         the other sets if one of them has seen a change.
 
-        Args:
-            unit: of the parameter; ranks ask for the same ones in the same order.
-            position: of it in the unit.
-            order: above 0, or inf.
+        Ranks ask for the same parameters in the same order. ``order``: above 0, or inf.
 
         Raises:
             StepError: gradients of ``no_sync`` wait for a reduction, or were changed through the optimizer's groups
@@ -352,22 +309,13 @@ class GradientHistory:
     """
 
     def __init__(self, units: Sequence[Unit], norms: GradientNorms) -> None:
-        """Empty.
-
-        Args:
-            units: the trainable ones.
-            norms: told that gradients change.
-        """
-        self._units = list(units)
+        """``units``: the trainable ones, as of ``norms``, which is told that gradients change."""
+        self._units = units
         self._norms = norms
         self._scalings: list[str] = []
         self._changes = 0  # of all changes of single gradients, in their order
         self.incomplete = False
         self._zeroed: set[int] = set()  # optimizers, since a backward was cut off
-
-    def follow(self, units: Sequence[Unit]) -> None:
-        """``units`` are the trainable ones from now on."""
-        self._units = list(units)
 
     def clear(self) -> None:
         """The gradients are gone, and what was done to them is void."""
@@ -399,7 +347,7 @@ class GradientHistory:
             self._scalings.append(what)
 
     def change(self, name: str, what: str) -> None:
-        """As ``scaling``, of one parameter's gradient; which ones and in which order is compared too."""
+        """As ``scaling``, of one parameter's gradient; ranks compare which parameters, and in which order."""
         self.scaling(what)
         self._changes = zlib.crc32(f"{name} {what}".encode(), self._changes)
 
@@ -423,7 +371,6 @@ class Replicas:
     """Of the trainable units of one model. Where the optimizer is sharded there are none."""
 
     def __init__(self, units: Sequence[Unit], comm: Collectives) -> None:
-        """Not collective."""
         self._units = list(units)
         self._comm = comm
 
@@ -432,11 +379,7 @@ class Replicas:
         return zlib.crc32(np.array(self._sums(), dtype=np.int64).tobytes())
 
     def check(self) -> None:
-        """Raise if ranks hold different replicas. Collective over world.
-
-        Raises:
-            StepError: on every rank; where a rank differs from rank 0, of the first unit in which it does.
-        """
+        """Raise StepError on every rank if ranks hold different replicas. Collective over world."""
         mine = np.array(self._sums(), dtype=np.int64)
         if not len(mine) or self._comm.everybody.size == 1:
             return
@@ -485,15 +428,9 @@ MOST_OFF = 1e-2
 
 
 class TensorCopies:
-    """Of the trainable units of one model."""
+    """Of the trainable units of one model, whose tensor ranks are compared."""
 
     def __init__(self, units: Sequence[Unit], topology: Topology) -> None:
-        """Not collective.
-
-        Args:
-            units: the trainable ones.
-            topology: its tensor ranks are compared.
-        """
         self._topology = topology
         self._slots = [(unit, place) for unit in units for place in unit.spec.kept]
         self._away = [u for u in units if u.spec.kept and not u.gradients.rest.resident]
@@ -502,8 +439,7 @@ class TensorCopies:
     def error(self, options: Sequence[str]) -> StepError | None:
         """What differs, the same on each of the tensor ranks; None where nothing does. Collective over them.
 
-        Args:
-            options: texts that must be equal.
+        ``options``: texts that must be equal.
         """
         group = self._topology.tensor
         if group.size == 1:
@@ -592,19 +528,9 @@ class Agreement:
         advice: Advice,
         readings: Readings,
     ) -> None:
-        """Not collective.
-
-        Args:
-            units: the trainable ones.
-            comm: the transport.
-            topology: of the ranks.
-            advice: told what the comparison of ranks found.
-            readings: numbers that are read with whether gradients are finite.
-        """
-        self._comm = comm
-        self._topology = topology
-        self._advice = advice
-        self._readings = readings
+        """``units``: the trainable ones; ``readings`` are read with whether gradients are finite. Not collective."""
+        self._comm, self._topology = comm, topology
+        self._advice, self._readings = advice, readings
         self.follow(units)
 
     def follow(self, units: Sequence[Unit]) -> None:
@@ -712,12 +638,7 @@ class Agreement:
 
 
 def are_finite(slots: Slots, read: Callable[[Sequence[Tensor]], list[float]] = numbers_of) -> bool:
-    """Whether this rank's gradients of ``slots`` are; units that rest elsewhere have left their sums of squares.
-
-    Args:
-        slots: which gradients.
-        read: as ``kernels.norm.numbers_of``.
-    """
+    """Whether this rank's gradients of ``slots`` are; units that rest elsewhere have left their sums of squares."""
     present = {unit: own for unit, own in slots.items() if unit.gradients.present}
     near: list[Tensor] = []
     for unit, own in present.items():

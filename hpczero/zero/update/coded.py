@@ -1,8 +1,5 @@
 """CodedUpdate: torch's own step of an elementwise optimizer whose state is kept in codes between steps.
 
-Owns: the codes of each unit, decoded for the time of its update alone. Must not know: what the codes are (a
-``StateCodec``), the agreement of ranks.
-
     codes     (elements of the unit's masters,)    blocks count from the start of the unit; a shard is whole blocks
     update    [ decoded ] -> torch's step over pieces of the unit -> [ encoded ]       unit by unit
 
@@ -13,7 +10,7 @@ stepped on keep their codes, unless a neighbour in their block changes its scale
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +22,7 @@ from typing_extensions import override
 from hpczero.plan.layout import DEFAULT_ALIGN
 from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.parts import Update
+from hpczero.zero.update.parts import Update, piece_state
 
 ATTRIBUTE = "hpczero_coded_states"
 
@@ -103,48 +100,36 @@ class CodedState:
 
 
 class CodedUpdate(Update):
-    """Of one optimizer; nothing here is collective."""
+    """Of an optimizer whose class names codecs for its states."""
 
-    def __init__(self, slots: Mapping[Unit, Sequence[int]], optimizer: Optimizer) -> None:
-        """Not collective.
-
-        Args:
-            slots: of each unit the positions of the optimizer's parameters.
-            optimizer: pointed at their shards.
-        """
+    def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
-        self._slots = {unit: set(own) for unit, own in slots.items()}
         self._codecs: dict[str, StateCodec] = getattr(type(optimizer), ATTRIBUTE)
         step: Any = type(optimizer).step
         self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
         self._coded: dict[tuple[Unit, str], Coded] = {}
 
     @override
-    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
+    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> None:
         self._slots = {unit: set(own) for unit, own in slots.items()}
-        return self
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Of all codes."""
         return sum(coded.nbytes for coded in self._coded.values())
 
+    @override
     def take(self, *, last: bool) -> None:
-        """Take the step over all units that have gradients. It is ``taken`` then: the groups are empty."""
-        groups = self._optimizer.param_groups
-        group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        self._put_groups_away()
-        try:
+        """Take the step over all units that have gradients."""
+        group_of = self._group_of()
+        with self._taking():
             for unit in self._slots:
                 if unit.gradients.present:
                     self._take(unit, group_of)
-        except BaseException:
-            self.restore()
-            raise
-        self._empty_groups()
 
+    @override
     def adopt(self) -> None:
-        """State was loaded, or put into ``optimizer.state``: encode what is not."""
+        """Encode what is not."""
         for unit in self._slots:
             for name in self._codecs:
                 found = [
@@ -154,11 +139,7 @@ class CodedUpdate(Update):
                 mine = self._coded.get((unit, name))
                 if all(value is None or _is_of(value, mine) for _, _, value in found):
                     continue
-                flat = torch.zeros(
-                    len(unit.optimized.master),
-                    device=unit.optimized.master.device,
-                    dtype=torch.float32,
-                )
+                flat = self._read(unit, name, anew=True)
                 for _, place, value in found:
                     if value is not None:
                         read = value.read() if isinstance(value, CodedState) else value.reshape(-1)
@@ -168,11 +149,9 @@ class CodedUpdate(Update):
                     if value is not None:
                         self._note(piece, place, unit, name)
 
+    @override
     def forget(self) -> None:
-        """State is about to be replaced: let go of its memory."""
         self._coded.clear()
-
-    # --- one unit ------------------------------------------------------------------------------------------------
 
     def _pieces(self, unit: Unit) -> list[tuple[nn.Parameter, slice]]:
         """What the optimizer has of a unit, and where each lies in the masters."""
@@ -180,11 +159,15 @@ class CodedUpdate(Update):
         places = zip(optimized.parameters, optimized.slots, optimized.places, strict=True)
         return [(piece, place) for piece, slot, place in places if slot in self._slots[unit]]
 
-    def _state(self, piece: nn.Parameter) -> dict[str, Any]:
-        """Past what ``ShardStates`` asks of each key; empty where there is none."""
-        states: dict[Any, Any] = self._optimizer.state
-        found: dict[str, Any] = dict.get(states, piece, {})
-        return found
+    def _state(self, piece: nn.Parameter) -> MutableMapping[str, Any]:
+        return piece_state(self._optimizer.state, piece)
+
+    def _read(self, unit: Unit, name: str, *, anew: bool = False) -> Tensor:
+        """(elements of the masters,) fp32 of one state; zeros where there is none, or ``anew``."""
+        if (unit, name) in self._coded and not anew:
+            return self._coded[unit, name].read_all()
+        master = unit.optimized.master
+        return torch.zeros(len(master), device=master.device, dtype=torch.float32)
 
     def _write(self, unit: Unit, name: str, flat: Tensor) -> None:
         if (unit, name) not in self._coded:
@@ -201,13 +184,7 @@ class CodedUpdate(Update):
         here = [(p, at) for p, at in pieces if own_gradient(p) is not None and id(p) in group_of]
         if not here:
             return
-        master = unit.optimized.master
-        flat = {
-            name: self._coded[unit, name].read_all()
-            if (unit, name) in self._coded
-            else torch.zeros(len(master), device=master.device, dtype=torch.float32)
-            for name in self._codecs
-        }
+        flat = {name: self._read(unit, name) for name in self._codecs}
         for piece, place in here:
             state = self._state(piece)
             for name in self._codecs:

@@ -1,17 +1,14 @@
 """The optimizer's state of a zeroified model: whose it is.
 
-Owns: the refusal of the model's parameters as its keys; the mark in ``optimizer.state_dict()``, told when that is taken
-and checked when it is loaded. Must not know: units, checkpoints.
-
 The state is this rank's shards. Loaded on another rank, or cut another way, it has the right shapes and the wrong
 numbers.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import (
-    Callable,
     Collection,
     Iterable,
     Iterator,
@@ -19,7 +16,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,100 +32,65 @@ from hpczero.zero.units.guard import is_guarded
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.parts import method_behind
 
+if TYPE_CHECKING:
+    from hpczero.zero.update.update import Stepper
+
 MARK = "hpczero"
-
-
-class ShardStates(defaultdict[Any, Any]):
-    """``optimizer.state`` by shards; the model's own parameters, which plain torch has there, are refused."""
-
-    def __missing__(self, key: Any) -> Any:
-        _refuse_model_parameter(key)
-        return super().__missing__(key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _refuse_model_parameter(key)
-        super().__setitem__(key, value)
-
-    def __contains__(self, key: object) -> bool:
-        _refuse_model_parameter(key)
-        return super().__contains__(key)
-
-    def __delitem__(self, key: Any) -> None:
-        _refuse_model_parameter(key)
-        super().__delitem__(key)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """As of any dictionary."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def __ior__(self, other: Any) -> ShardStates:  # type: ignore[misc]
-        self.update(other)
-        return self
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of any dictionary."""
-        _refuse_model_parameter(key)
-        return super().setdefault(key, default)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """As of any dictionary."""
-        _refuse_model_parameter(key)
-        return super().get(key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        """As of any dictionary."""
-        _refuse_model_parameter(key)
-        return super().pop(key, *default)
 
 
 def _is_of_the_model(key: object) -> bool:
     return isinstance(key, Tensor) and is_guarded(key)
 
 
-def _refuse_model_parameter(key: Any) -> None:
-    if _is_of_the_model(key):
-        raise StepError(
-            f"optimizer.state was asked for a parameter of the model, of shape {tuple(key.shape)}: after zeroify it "
-            "is by this rank's shards. Use the tensors of optimizer.param_groups as keys (all of them, to reset it), "
-            "or keep what you note about parameters in a dict of your own"
-        )
+def _for_shards(name: str) -> Any:
+    """The method of ``defaultdict``, which refuses keys that are parameters of the model."""
+    plain = getattr(defaultdict, name)
+
+    @functools.wraps(plain)
+    def method(states: ShardStates, key: Any, *rest: Any) -> Any:
+        if _is_of_the_model(key):
+            raise StepError(
+                f"optimizer.state was asked for a parameter of the model, of shape {tuple(key.shape)}: after zeroify "
+                "it is by this rank's shards. Use the tensors of optimizer.param_groups as keys (all of them, to reset "
+                "it), or keep what you note about parameters in a dict of your own"
+            )
+        return plain(states, key, *rest)
+
+    return method
+
+
+class ShardStates(defaultdict[Any, Any]):
+    """``optimizer.state`` by shards; the model's own parameters, which plain torch has there, are refused."""
+
+    __missing__ = _for_shards("__missing__")
+    __setitem__ = _for_shards("__setitem__")
+    __delitem__ = _for_shards("__delitem__")
+    __contains__ = _for_shards("__contains__")
+    get, pop, setdefault = map(_for_shards, ("get", "pop", "setdefault"))
+    # By ``__setitem__``, where that of dictionaries goes past it.
+    update: Any = MutableMapping.update
+
+    def __ior__(self, other: Any) -> ShardStates:  # type: ignore[misc]
+        self.update(other)
+        return self
 
 
 class OptimizerState:
     """Hooks on ``state_dict`` and ``load_state_dict`` of one optimizer."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        topology: Topology,
-        plan: Plan,
-        advice: Advice,
-        *,
-        place: tuple[int, int],
-        loaded: Callable[[], None],
-        away: bool = False,
+        self, stepper: Stepper, topology: Topology, plan: Plan, advice: Advice, *, count: int
     ) -> None:
-        """Register them; not collective.
-
-        Args:
-            optimizer: of the model.
-            topology: for who this rank is.
-            plan: for what its shards are.
-            advice: told when the state is taken.
-            place: which of how many optimizers of the model it is.
-            loaded: called when ``load_state_dict`` has put state there.
-            away: most of the state rests on a memory tier, and a dictionary of it would lack that.
-        """
-        self._loaded, self._away = loaded, away
+        """Register them; not collective. ``count``: optimizers of the model."""
+        self._stepper, optimizer = stepper, stepper.optimizer
         self._mine: dict[str, Any] = {
             "rank": topology.rank,
             "ranks": topology.size,
             "shards_optimizer": plan.stage.shards_optimizer,
         }
         self.follow(plan)
-        if place[1] > 1:
-            self._mine["optimizer"] = list(place)
+        if count > 1:
+            self._mine["optimizer"] = [stepper.index, count]
         self._advice = advice
         self._optimizer = optimizer
         self._watch(optimizer)
@@ -152,7 +114,7 @@ class OptimizerState:
 
     def _take_over(self, optimizer: Optimizer) -> None:
         self._watch(optimizer)  # torch has made a new dictionary
-        self._loaded()
+        self._stepper.update.adopt()
 
     def _watch(self, optimizer: Optimizer) -> None:
         optimizer.state = ShardStates(dict, optimizer.state)
@@ -160,11 +122,7 @@ class OptimizerState:
     def check(self, shards: Collection[int] = ()) -> None:
         """At a step: watch the dictionary that is there now, a user's say, and refuse what it holds by parameters.
 
-        Args:
-            shards: ids of keys that need no look.
-
-        Raises:
-            StepError: state was put there for a parameter of the model, which the optimizer would not look at.
+        ``shards``: ids of keys that need no look.
         """
         if type(self._optimizer.state) is not ShardStates:
             self._watch(self._optimizer)
@@ -179,12 +137,8 @@ class OptimizerState:
         self._refuse(k for k in optimizer.state if isinstance(k, Tensor) and id(k) not in known)
 
     def _check_near(self, what: str) -> None:
-        """Refuse to make, or take, a dictionary of state that is not in memory.
-
-        Raises:
-            StepError: says what to call.
-        """
-        if self._away:
+        """Refuse to make, or take, a dictionary of state that is not in memory."""
+        if self._stepper.streams:
             raise StepError(
                 f"rank {self._mine['rank']}: optimizer.{what}() where its state rests on a memory tier (offload), "
                 "expected it in memory; hpczero.checkpoint.save and load keep it, for any number of ranks and with or "
@@ -210,11 +164,7 @@ class OptimizerState:
         state[MARK] = dict(self._mine)
 
     def _check(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Refuse what is not this rank's own.
-
-        Raises:
-            StepError: says what differs.
-        """
+        """Refuse what is not this rank's own."""
         self._check_near("load_state_dict")
         found = state.get(MARK)
         if found == self._mine or not state.get("state"):
@@ -241,6 +191,18 @@ def _describe(mark: dict[str, Any]) -> str:
 # that sets all of its momenta to zero must not set some.
 
 
+def _of_all(name: str) -> Any:
+    """The method of ``dict``, which refuses where a part is on the tier."""
+    plain = getattr(dict, name)
+
+    @functools.wraps(plain)
+    def method(state: AwayState) -> Any:
+        state._refuse(*state.elementwise)
+        return plain(state)
+
+    return method
+
+
 class AwayState(dict[str, Any]):
     """State of one piece: what is one number; the rest is on the tier.
 
@@ -249,7 +211,6 @@ class AwayState(dict[str, Any]):
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
         super().__init__()
         self.elementwise: dict[str, None] = {}
 
@@ -285,26 +246,11 @@ class AwayState(dict[str, Any]):
         self._refuse(name)
         super().__delitem__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """As of any dictionary; refused for what is on the tier."""
-        self._refuse(name)
-        return super().get(name, default)
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """As of any dictionary; refused for what is on the tier."""
-        self._refuse(name)
-        return super().pop(name, *default)
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """As of any dictionary; refused for what is on the tier."""
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """As of any dictionary; refused for what is on the tier."""
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
+    # Those of dictionaries go past the methods above, and these do not.
+    get: Any = MutableMapping.get
+    pop: Any = MutableMapping.pop
+    setdefault: Any = MutableMapping.setdefault
+    update: Any = MutableMapping.update
 
     def __ior__(self, other: Any) -> AwayState:  # type: ignore[override,misc]
         self.update(other)
@@ -315,35 +261,17 @@ class AwayState(dict[str, Any]):
         super().clear()
         self.elementwise.clear()
 
-    def items(self) -> Any:
-        """As of any dictionary; refused where a part is on the tier."""
-        self._refuse(*self.elementwise)
-        return super().items()
-
-    def values(self) -> Any:
-        """As of any dictionary; refused where a part is on the tier."""
-        self._refuse(*self.elementwise)
-        return super().values()
+    items = _of_all("items")
+    values = _of_all("values")
+    popitem = _of_all("popitem")
+    copy = _of_all("copy")
 
     def keys(self) -> Any:
         """Of all, wherever they are."""
         return dict.fromkeys(self).keys()
 
-    def popitem(self) -> tuple[str, Any]:
-        """As of any dictionary; refused where a part is on the tier."""
-        self._refuse(*self.elementwise)
-        return super().popitem()
-
-    def copy(self) -> dict[str, Any]:
-        """As of any dictionary; refused where a part is on the tier."""
-        return dict(self.items())
-
     def _refuse(self, *names: str) -> None:
-        """Raise if one of ``names`` is not in memory.
-
-        Raises:
-            StepError: says what works.
-        """
+        """Raise StepError if one of ``names`` is not in memory."""
         away = [name for name in names if name in self.elementwise]
         if away:
             raise StepError(
@@ -379,32 +307,16 @@ def with_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def adopt(unit: Unit, states: States) -> None:
     """What a program, or the optimizer, has put into ``optimizer.state`` for every element goes to the tier."""
     held: dict[Any, Any] = states  # type: ignore[assignment]
-    plain = [dict.get(held, piece) for piece in unit.optimized.parameters]
-    names = {
-        name: None
-        for state in plain
-        if state is not None and not isinstance(state, AwayState)
-        for name, value in state.items()
-        if is_elementwise(value)
-    }
-    for name in names:
-        values = [
-            None if state is None or isinstance(state, AwayState) else state.get(name)
-            for state in plain
-        ]
-        write_state(unit, name, [(states, value) for value in values])
+    found = (dict.get(held, piece) for piece in unit.optimized.parameters)
+    plain = [{} if state is None or isinstance(state, AwayState) else state for state in found]
+    for name in {n: None for state in plain for n, value in state.items() if is_elementwise(value)}:
+        write_state(unit, name, [(states, state.get(name)) for state in plain])
 
 
 def write_state(unit: Unit, name: str, entries: Sequence[tuple[States, Tensor | None]]) -> None:
-    """Put state ``name`` of the pieces of ``unit`` on its tier.
+    """Put state ``name`` of the pieces of ``unit`` on its tier, which has room for it or raises StepError.
 
-    Args:
-        unit: which has one.
-        name: of the state.
-        entries: (pieces,) of each the dictionary of its optimizer, and a flat fp32 tensor; None: as it is.
-
-    Raises:
-        StepError: the tier has no room for such a state.
+    ``entries``: of each piece the dictionary of its optimizer, and a flat fp32 tensor; None: the state stays as it is.
     """
     shard = unit.away
     assert shard is not None, "it rests on the tier"
@@ -432,11 +344,7 @@ def write_state(unit: Unit, name: str, entries: Sequence[tuple[States, Tensor | 
 
 
 def check_name(shard: AwayShard, name: str) -> None:
-    """Refuse state that the tier has no room for.
-
-    Raises:
-        StepError: the optimizer did not make state ``name`` at zeroify.
-    """
+    """Raise StepError for state that the tier has no room for."""
     if name not in shard.parts:
         raise StepError(
             f"got state {name!r} for the optimizer, expected some of {list(shard.parts)}, which it makes with its "
@@ -453,9 +361,8 @@ def state_names(optimizer: Optimizer) -> list[str]:
     assert method is not None, "checked by zeroify"
     found: dict[str, None] = {}
     for group in optimizer.param_groups:
-        device = group["params"][0].device if group["params"] else torch.device("cpu")
-        device = torch.device("cpu") if device.type == "meta" else device
-        one = nn.Parameter(torch.ones(2, device=device, dtype=torch.float32))
+        devices = [p.device for p in group["params"][:1] if not p.is_meta] or [torch.device("cpu")]
+        one = nn.Parameter(torch.ones(2, device=devices[0], dtype=torch.float32))
         kind: Any = type(optimizer)
         twin = kind([one])  # torch's own all have defaults
         for name, value in group.items():

@@ -1,7 +1,4 @@
-"""Optimizers: which ones can work on shards, and how a stock one is pointed at them.
-
-Owns: the allow-list and the change of ``param_groups``. Must not know: units' buffers, MPI.
-"""
+"""Optimizers: which ones can work on shards, and how a stock one is pointed at them."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from torch.optim import Optimizer
 
 from hpczero.errors import PlanError
 from hpczero.plan.placement import ModelPart
+from hpczero.zero.units.unit import Unit
 
 # Torch's own update rules in which a parameter depends on its own value, gradient and state, on nothing else.
 WHOLE: tuple[type[Optimizer], ...] = (
@@ -42,11 +40,7 @@ def needs_whole(optimizer: Optimizer, group: Mapping[str, Any] | None = None) ->
 
 
 def check_uncut(optimizers: Iterable[Optimizer], model: nn.Module, part: ModelPart | None) -> None:
-    """Refuse parameters that no rank can have whole, because ranks beside the shards hold parts of them.
-
-    Raises:
-        PlanError: names the first.
-    """
+    """Raise PlanError for parameters that no rank can have whole, because tensor parallel ranks hold parts of them."""
     if part is None:
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -91,8 +85,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Raises:
         PlanError: names the optimizer and the reason.
     """
-    kind = type(optimizer)
-    name = kind.__name__
+    kind, name = type(optimizer), type(optimizer).__name__
     if name in REFUSED:
         raise PlanError(
             f"optimizer {name} {REFUSED[name]}; a rank does not hold those. "
@@ -117,43 +110,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
     return bool(state) and float(state.get("step", 1)) > 0
-
-
-def group_of_parameters(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> dict[str, int]:
-    """Optimizer group of each trainable parameter of ``model`` by qualified name.
-
-    Args:
-        groups: of all optimizers of the model, one after the other.
-        model: not yet sharded.
-
-    Raises:
-        PlanError: an optimizer holds parameters that are not the model's, or trainable ones are in none.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, int] = {}
-    foreign = 0
-    for index, group in enumerate(groups):
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                foreign += 1
-            elif parameter.requires_grad:
-                found[names[id(parameter)]] = index
-    if foreign:
-        raise PlanError(
-            f"the optimizer holds {foreign} tensor(s) that are not parameters of this model; build it from "
-            "model.parameters() of the very model you pass, after any .to() or copy and before zeroify. For one "
-            "optimizer over several models: zeroify(torch.nn.ModuleList([a, b]), optimizer, "
-            "rule=hpczero.plan.rules.by_class(A, B))"
-        )
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and n not in found]
-    if missing:
-        raise PlanError(
-            f"{len(missing)} trainable parameter(s) are in no optimizer group, first {missing[0]!r}; "
-            "give them to the optimizer, in a group of their own if need be, or freeze them with "
-            "requires_grad_(False). Parts with optimizers of their own are zeroified one by one, or together: "
-            "zeroify(model, (optimizer, other_optimizer))"
-        )
-    return found
 
 
 def describe_options(optimizer: Optimizer) -> list[str]:
@@ -181,52 +137,26 @@ def _portable(value: Any) -> str | None:
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else None
 
 
-def repoint(
-    optimizer: Optimizer, shards: Mapping[int, Sequence[tuple[nn.Parameter, nn.Parameter]]]
-) -> None:
-    """Make ``optimizer`` step on shards; groups and their options stay the same objects.
-
-    Args:
-        optimizer: over the model's parameters.
-        shards: by group index, each after the model's parameter it is a piece of. Where a group has names, from
-            ``model.named_parameters()``, a piece has that of its parameter.
-    """
-    for index, group in enumerate(optimizer.param_groups):
-        pairs = shards.get(index, ())
-        if "param_names" in group:
-            named = zip(group["params"], group["param_names"], strict=True)
-            names = {id(parameter): name for parameter, name in named}
-            group["param_names"] = [names[id(parameter)] for parameter, _ in pairs]
-        group["params"] = [shard for _, shard in pairs]
-        for (
-            parameter,
-            shard,
-        ) in pairs:  # attributes that an optimizer or a loop looks for: p.lr_scale, p.no_decay
-            vars(shard).update(vars(parameter))
-    optimizer.state.clear()
-    _make_state(optimizer, optimizer.param_groups)
-
-
-def add_to_group(
+def put_into_group(
     optimizer: Optimizer,
     group: dict[str, Any],
     pieces: Sequence[tuple[str, nn.Parameter, nn.Parameter]],
     *,
     anew: bool,
 ) -> None:
-    """Put shards of parameters that train from now on into one group; what others have there stays.
+    """Put shards into one group of ``optimizer``; the group and its options stay the same objects.
 
     Args:
-        optimizer: of the group.
+        optimizer: whose group it is.
         group: one of its groups.
-        pieces: each after the qualified name and the model's parameter that it is a piece of.
-        anew: the group was added since, over the model's parameters, which leave it.
+        pieces: each shard after the qualified name and the model's parameter that it is a piece of.
+        anew: the group holds parameters of the model, which leave it. Otherwise what it holds stays.
     """
     names = {id(parameter): name for name, parameter, _ in pieces}
     if anew:
-        held = group["params"]
         if "param_names" in group:
-            names |= {id(p): n for p, n in zip(held, group["param_names"], strict=True)}
+            held = zip(group["params"], group["param_names"], strict=True)
+            names |= {id(parameter): name for parameter, name in held}
             group["param_names"] = []
         group["params"] = []
     if not pieces:
@@ -235,26 +165,20 @@ def add_to_group(
     if "param_names" in group:
         own = [names[id(parameter)] for _, parameter, _ in pieces]
         group["param_names"] = [*group["param_names"], *own]
-    for _, parameter, shard in pieces:
+    for _, parameter, shard in pieces:  # what an optimizer or a loop looks for: p.lr_scale
         vars(shard).update(vars(parameter))
-    _make_state(optimizer, [{**group, "params": [shard for _, _, shard in pieces]}])
-
-
-def _make_state(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Of Adagrad, which alone makes its state when it is built, not at the first step."""
-    if isinstance(optimizer, torch.optim.Adagrad):
+    if isinstance(optimizer, torch.optim.Adagrad):  # it alone makes its state when it is built
         # Without names, which torch takes beside the parameters alone.
-        alone = [{key: v for key, v in group.items() if key != "param_names"} for group in groups]
-        optimizer.state.update(torch.optim.Adagrad(alone, **optimizer.defaults).state)
-
-
-# OptimizerSet: the optimizers of one model, whose groups are numbered one after the other.
-#
-# The groups of optimizer 0 come first. A parameter that is trained is in one group of one optimizer.
+        alone = {key: value for key, value in group.items() if key != "param_names"}
+        alone["params"] = [shard for _, _, shard in pieces]
+        optimizer.state.update(torch.optim.Adagrad([alone], **optimizer.defaults).state)
 
 
 class OptimizerSet:
-    """None for inference, one, or several; in the order in which the program gave them."""
+    """The optimizers of one model in the order in which the program gave them; none for inference.
+
+    Their groups are numbered one after the other. A parameter that is trained is in one group of one optimizer.
+    """
 
     def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
         """As they are now; groups that are added later have no number before ``recount``. Not collective."""
@@ -304,11 +228,7 @@ class OptimizerSet:
 
     @property
     def alone(self) -> Optimizer | None:
-        """The optimizer where there is one.
-
-        Raises:
-            PlanError: there are several.
-        """
+        """The optimizer where there is one; PlanError where there are several."""
         if len(self) > 1:
             raise PlanError(
                 f"the model has {len(self)} optimizers ({', '.join(self.classes)}), and one was asked for; go through "
@@ -343,29 +263,17 @@ class OptimizerSet:
         """As ``describe_options``, of all."""
         return [text for optimizer in self for text in describe_options(optimizer)]
 
-    # --- before anything is sharded ------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Refuse what cannot work on shards.
-
-        Raises:
-            PlanError: see ``check_optimizer``.
-        """
-        for optimizer in self:
-            check_optimizer(optimizer)
-
     def number_parameters(self, model: nn.Module) -> dict[str, int]:
         """Number of the group of each trainable parameter of ``model`` by qualified name.
 
         Raises:
-            PlanError: a parameter is in two optimizers; further see ``group_of_parameters``.
+            PlanError: a parameter is in two optimizers, an optimizer holds parameters that are not the model's, or
+                trainable ones are in none.
         """
         held = Counter(
-            id(p)
+            each
             for optimizer in self
-            for p in {
-                id(p): p for group in optimizer.param_groups for p in group["params"]
-            }.values()
+            for each in {id(p) for group in optimizer.param_groups for p in group["params"]}
         )
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and held[id(parameter)] > 1:
@@ -373,4 +281,47 @@ class OptimizerSet:
                     f"parameter {name!r} is in {held[id(parameter)]} optimizers, expected one: two updates of one "
                     "shard would work on each other's values; give each parameter to one of them"
                 )
-        return group_of_parameters(self.groups, model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        found: dict[str, int] = {}
+        foreign = 0
+        for number, group in enumerate(self.groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    foreign += 1
+                elif parameter.requires_grad:
+                    found[names[id(parameter)]] = number
+        if foreign:
+            raise PlanError(
+                f"the optimizer holds {foreign} tensor(s) that are not parameters of this model; build it from "
+                "model.parameters() of the very model you pass, after any .to() or copy and before zeroify. For one "
+                "optimizer over several models: zeroify(torch.nn.ModuleList([a, b]), optimizer, "
+                "rule=hpczero.plan.rules.by_class(A, B))"
+            )
+        missing = [n for n, p in model.named_parameters() if p.requires_grad and n not in found]
+        if missing:
+            raise PlanError(
+                f"{len(missing)} trainable parameter(s) are in no optimizer group, first {missing[0]!r}; "
+                "give them to the optimizer, in a group of their own if need be, or freeze them with "
+                "requires_grad_(False). Parts with optimizers of their own are zeroified one by one, or together: "
+                "zeroify(model, (optimizer, other_optimizer))"
+            )
+        return found
+
+
+def point_at_shards(optimizers: OptimizerSet, units: Sequence[Unit], kept: Sequence[int]) -> None:
+    """Put the shards of ``units`` into the groups that the units' specs give; not collective.
+
+    Args:
+        optimizers: of the model.
+        units: whose shards are in no group yet.
+        kept: of each optimizer, how many groups hold shards already; the others hold parameters of the model.
+    """
+    pieces: dict[int, list[tuple[str, nn.Parameter, nn.Parameter]]] = {}
+    for unit in units:
+        for shard, place in zip(unit.shards, unit.optimized.slots, strict=True):
+            piece = (unit.spec.layout.slots[place].name, unit.parameters[place], shard)
+            pieces.setdefault(unit.spec.groups[place], []).append(piece)
+    for index, optimizer in enumerate(optimizers):
+        for place, number in enumerate(optimizers.groups_of(index)):
+            group, found = optimizer.param_groups[place], pieces.get(number, ())
+            put_into_group(optimizer, group, found, anew=place >= kept[index])

@@ -1,8 +1,5 @@
 """PartedUpdate: torch's own step of an elementwise optimizer, taken over few long tensors instead of many short ones.
 
-Owns: what stands in ``param_groups`` while torch's step runs, and which units are stepped on together. Must not know:
-the agreement of ranks, clipping, what follows an update.
-
 torch's ``step`` is a method wrapped in hooks. In the last hook before it the method itself is called, on the spans of
 the units; around that the groups are put back, whatever happens. What torch calls after the hook finds groups without
 parameters. A class that is not torch's own may look at anything in its groups, so it steps on the pieces themselves.
@@ -12,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -81,6 +79,13 @@ def parts_of(state: State | None, piece: nn.Parameter) -> Parts | None:
     return found
 
 
+def piece_state(states: MutableMapping[Any, Any], piece: nn.Parameter) -> MutableMapping[str, Any]:
+    """The state of a piece, past what ``ShardStates`` asks of each key; empty where there is none."""
+    held: dict[Any, Any] = states  # type: ignore[assignment]
+    found: MutableMapping[str, Any] = dict.get(held, piece, {})
+    return found
+
+
 def values_of(bases: Sequence[Tensor]) -> dict[int, list[Any]]:
     """The elements of vectors, by their ids; one transfer from a device for each kind of them."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -104,10 +109,7 @@ class PieceSpan:
     """
 
     def __init__(self, pieces: Sequence[nn.Parameter], ends: Sequence[int], *, group: int) -> None:
-        """Not collective; for the arguments see the attributes."""
-        self.pieces = list(pieces)
-        self.group = group
-        self.ends = list(ends)
+        self.pieces, self.ends, self.group = list(pieces), list(ends), group
         self._seen: Any = None  # what the state was made of when ``_parts`` was found
         self._parts: list[Parts | None] = []
         self._joined: list[bool] = []  # whether each lies behind the one before
@@ -225,14 +227,7 @@ class PieceRun:
     def __init__(
         self, span: PieceSpan, first: int, last: int, parts: Sequence[Parts | None]
     ) -> None:
-        """Not collective.
-
-        Args:
-            span: whose pieces they are.
-            first: of them.
-            last: the one behind the last.
-            parts: (pieces of the span,) of ``parts_of``.
-        """
+        """Pieces ``first`` to ``last`` (exclusive) of ``span``, of whose pieces ``parts_of`` gave ``parts``."""
         self.group = span.group
         self.pieces = span.pieces[first:last]
         self.apart = parts[first] is None
@@ -304,6 +299,8 @@ class PieceRun:
 class Update(ABC):
     """How the step of one optimizer is taken over its shards; nothing is collective where a subclass does not say so.
 
+    Whoever makes it calls ``follow`` before anything else.
+
     Attributes:
         together: what fails in the step on one rank must fail on all.
         pending: whether an update is on its way that the model does not have yet; equal on all ranks.
@@ -339,8 +336,8 @@ class Update(ABC):
         """State is about to be replaced."""
 
     @abstractmethod
-    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
-        """The update over ``slots``, the optimizer's from now on; ``groups``: numbers of its groups in the plan."""
+    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> None:
+        """``slots`` are the optimizer's from now on; ``groups``: numbers of its groups in the plan."""
 
     def finish(self) -> None:  # noqa: B027  (nothing by default)
         """Take what a delayed update has made, if one is on its way."""
@@ -360,15 +357,47 @@ class Update(ABC):
                 group["params"] = pieces
             self._put_away = None
 
-    def _put_groups_away(self) -> list[list[nn.Parameter]]:
-        """Note what the groups hold, for ``restore``; they hold it still, and may hold other things from here on."""
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        """Context: the step is taken inside, with anything in the groups; ``taken`` then, or restored if it raises."""
         self._put_away = [group["params"] for group in self._optimizer.param_groups]
-        return self._put_away
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
+        _empty_groups(self._optimizer)
 
-    def _empty_groups(self) -> None:
-        """The step is taken."""
-        for group in self._optimizer.param_groups:
-            group["params"] = []
+    def _group_of(self) -> dict[int, int]:
+        """The group that each piece is in now, by the piece's id."""
+        groups = enumerate(self._optimizer.param_groups)
+        return {id(piece): number for number, group in groups for piece in group["params"]}
+
+
+def _empty_groups(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = []
+
+
+@contextmanager
+def in_groups(
+    optimizer: Optimizer, tensors: Sequence[tuple[int, nn.Parameter, State]]
+) -> Iterator[list[State | None]]:
+    """Context: the groups of ``optimizer`` hold ``tensors`` and nothing else, each with its group and its state.
+
+    The list that it gives has the state of each at the end of the context; None where there is none.
+    """
+    states: dict[Any, Any] = optimizer.state
+    after: list[State | None] = []
+    _empty_groups(optimizer)
+    for number, tensor, state in tensors:
+        if state:  # past what ShardStates asks of each key
+            dict.__setitem__(states, tensor, state)
+        optimizer.param_groups[number]["params"].append(tensor)
+    try:
+        yield after
+    finally:
+        after += [dict.pop(states, tensor, None) for _, tensor, _ in tensors]
 
 
 # Prepared: what a step was taken over, and whether the next one may be taken over the same.
@@ -389,21 +418,14 @@ class Prepared:
     """
 
     def __init__(self, units: Sequence[Unit], pieces: Sequence[nn.Parameter]) -> None:
-        """Not collective.
-
-        Args:
-            units: see the attribute.
-            pieces: of those units, in the groups of the optimizer.
-        """
+        """``pieces``: all of ``units`` in the groups of the optimizer."""
         self.units = list(units)
         self.runs: list[tuple[Unit, PieceRun, nn.Parameter, State]] = []
         self.apart: list[tuple[int, nn.Parameter]] = []
         self._pieces = list(pieces)
-        self._masters = [unit.optimized.master for unit in units]
-        self._known = False  # whether what follows was looked at
-        self._made: list[Tensor] = []
-        self._names: list[str] = []
-        self._places: list[int] = []
+        # What a step after this one must find again, and what keeps the ids in it alive.
+        self._seen: list[Any] = []
+        self._kept: list[Tensor] = []
         self._counters: list[Tensor] = []  # vectors of counters, each once
         self._versions: list[int] = []
         self._counts: Tensor | None = None  # on the host: their values
@@ -422,53 +444,41 @@ class Prepared:
             states: of the optimizer.
             counters: vectors of the pieces' counters.
         """
-        if not self._known and not self._look(states, counters):
-            return False
-        self._known = True  # a step that can serve again changes counters and nothing else
+        if not self._seen:
+            if sum(len(run.pieces) for _, run, _, _ in self.runs) != len(self._pieces):
+                return False  # some had no gradient, or were apart
+            held: list[Any] = [dict.get(states, piece) for piece in self._pieces]
+            if not held or any(type(state) is not dict for state in held):
+                return False
+            made = [*chain.from_iterable(map(dict.values, held))]
+            if any(type(value) is not Tensor for value in made):
+                return False
+            self._kept = [*(unit.optimized.master for unit in self.units), *made]
+            self._seen = self._look(self.units, states)
+            self._counters = [*{id(vector): vector for vector in counters}.values()]
+        # A step that can serve again changes counters and nothing else.
         self._versions = [*map(_version, self._counters)]
         self._counts = self._counts_now()
         return True
 
-    def _look(self, states: dict[Any, Any], counters: Sequence[Tensor]) -> bool:
-        held = self._held(states)
-        if sum(len(run.pieces) for _, run, _, _ in self.runs) != len(self._pieces):
-            return False  # some had no gradient, or were apart
-        if not held or any(type(state) is not dict for state in held):
-            return False
-        self._made = [*chain.from_iterable(map(dict.values, held))]
-        if any(type(value) is not Tensor for value in self._made):
-            return False
-        self._names = [*chain.from_iterable(held)]
-        self._places = self._places_now()
-        self._counters = [*{id(vector): vector for vector in counters}.values()]
-        return True
-
     def serves(self, units: Sequence[Unit], states: dict[Any, Any]) -> bool:
         """Whether a step over ``units`` now is the one of before, on state that nobody has touched."""
-        if len(units) != len(self.units) or not all(map(is_, units, self.units)):
-            return False
-        masters = [unit.optimized.master for unit in units]
-        if not (all(map(is_, masters, self._masters)) and all_have_gradients(self._pieces)):
-            return False
-        held = self._held(states)
-        try:
-            made = [*chain.from_iterable(map(dict.values, held))]
-        except TypeError:  # no state, or a program's own kind of it
-            return False
-        if len(made) != len(self._made) or not all(map(is_, made, self._made)):
-            return False
-        if [*chain.from_iterable(held)] != self._names or self._places_now() != self._places:
+        if self._look(units, states) != self._seen or not all_have_gradients(self._pieces):
             return False
         if [*map(_version, self._counters)] != self._versions:
             return False
         return self._counts is None or torch.equal(self._counts_now(), self._counts)  # type: ignore[arg-type]
 
-    def _held(self, states: dict[Any, Any]) -> list[Any]:
-        return [dict.get(states, piece) for piece in self._pieces]
-
-    def _places_now(self) -> list[int]:
-        """A program may give any of it other memory."""
-        return [*map(Tensor.data_ptr, self._made), *map(Tensor.data_ptr, self._masters)]
+    def _look(self, units: Sequence[Unit], states: dict[Any, Any]) -> list[Any]:
+        """Which masters and states there are, under which names, and where: a program may give them other memory."""
+        held: list[Any] = [dict.get(states, piece) for piece in self._pieces]
+        tensors = [unit.optimized.master for unit in units]
+        try:
+            tensors += chain.from_iterable(map(dict.values, held))
+            places = [*map(Tensor.data_ptr, tensors)]
+        except TypeError:  # no state, or a program's own kind of it
+            return []
+        return [*map(id, units), *map(id, tensors), *places, *chain.from_iterable(held)]
 
     def _counts_now(self) -> Tensor | None:
         """Versions do not tell of what is written past them, NumPy's or ``.data``; a device's are not waited for."""
@@ -507,36 +517,28 @@ def written_in(method: Callable[..., Any], module: str) -> bool:
 
 
 class PartedUpdate(Update):
-    """Of one optimizer; nothing here is collective."""
+    """Of an optimizer whose state is in memory.
 
-    def __init__(self, units: Sequence[Unit], optimizer: Optimizer) -> None:
-        """``optimizer`` has been pointed at the shards of ``units``, the trainable ones."""
+    Attributes:
+        units: that it steps on.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         self._method = method_behind(optimizer)
-        self._follow(units)
 
     @override
-    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
-        if slots:
-            self._follow(list(slots))
-        return self
-
-    def _follow(self, units: Sequence[Unit]) -> None:
-        self._units = list(units)
+    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> None:
+        self.units = list(slots)
         self._capturable = [group.get("capturable") for group in self._optimizer.param_groups]
         # Ids of the pieces in each group, for which the spans were made.
         self._members: list[list[int]] = []
         self._spans: dict[Unit, list[PieceSpan]] = {}
         self._prepared: Prepared | None = None  # of the last step, if it may serve again
 
+    @override
     def take(self, *, last: bool) -> None:
-        """Take the step of the optimizer over all units that have gradients, where it need not be torch's own call.
-
-        It is ``taken`` then: the groups are empty until ``restore``.
-
-        Args:
-            last: no hook of the program comes between this and torch's own call.
-        """
+        """Take the step over all units that have gradients, where it need not be torch's own call."""
         if not last:
             return
         groups = self._optimizer.param_groups
@@ -550,18 +552,8 @@ class PartedUpdate(Update):
             return
         if not self._make_spans():
             return
-        self._put_groups_away()
-        try:
-            for units in self._parts():
-                self._take(method, units)
-        except BaseException:
-            self.restore()
-            raise
-        self._empty_groups()
-
-    def _parts(self) -> list[list[Unit]]:
-        """Units that are stepped on in one call of torch's method."""
-        return [[unit for unit in self._units if unit.gradients.present]]
+        with self._taking():
+            self._take(method, [unit for unit in self.units if unit.gradients.present])
 
     def _make_spans(self) -> bool:
         """Spans of the pieces as the groups hold them now; whether there can be any."""
@@ -573,7 +565,7 @@ class PartedUpdate(Update):
             return False  # torch steps twice on what is there twice
         self._members = members
         self._prepared = None
-        self._spans = {unit: _spans_of(unit, group_of) for unit in self._units}
+        self._spans = {unit: _spans_of(unit, group_of) for unit in self.units}
         return True
 
     def _take(self, method: Callable[[Optimizer], Any], units: Sequence[Unit]) -> None:
@@ -583,25 +575,21 @@ class PartedUpdate(Update):
         self._prepared = None  # what is cut off serves no more
         if prepared is None or not prepared.serves(units, states):
             prepared = self._prepare(units, states)
-        groups = optimizer.param_groups
-        self._empty_groups()
-        before: list[State] = []
+        before = [dict(state) for _, _, _, state in prepared.runs]
+        for unit, run, long, _ in prepared.runs:
+            long.grad = run.part_of(unit.gradients.reduced)
+        after: list[State | None] = []
         try:
-            for group_number, piece in prepared.apart:
-                groups[group_number]["params"].append(piece)
-            for unit, run, long, state in prepared.runs:
-                long.grad = run.part_of(unit.gradients.reduced)
-                before.append(dict(state))
-                if state:  # past what ShardStates asks of each key
-                    dict.__setitem__(states, long, state)
-                groups[run.group]["params"].append(long)
-            method(optimizer)
+            tensors = [(run.group, long, state) for _, run, long, state in prepared.runs]
+            with in_groups(optimizer, tensors) as after:
+                for number, piece in prepared.apart:
+                    optimizer.param_groups[number]["params"].append(piece)
+                method(optimizer)
         finally:
             same = True
-            for (_, run, long, _), past in zip(prepared.runs, before, strict=False):
+            for (_, run, long, _), past, made in zip(prepared.runs, before, after, strict=True):
                 long.grad = None
-                after = dict.pop(states, long, None)
-                same = after is not None and run.give(past, after, states) and same
+                same = made is not None and run.give(past, made, states) and same
         if same and prepared.note(states, self._counters(units)):
             self._prepared = prepared
 
@@ -622,16 +610,17 @@ class PartedUpdate(Update):
         """Vectors of the counters of what was seen before the step."""
         return [base for unit in units for span in self._spans[unit] for base in span.counters]
 
+    @override
     def adopt(self) -> None:
-        """State was loaded: lay it so that pieces can be one tensor again."""
+        """Lay what was loaded so that pieces can be one tensor again."""
         self._prepared = None
         if self._method is not None and self._make_spans():
             for spans in self._spans.values():
                 for span in spans:
                     span.adopt(self._optimizer.state)
 
+    @override
     def forget(self) -> None:
-        """State is about to be replaced: let go of its memory."""
         self._prepared = None
         for spans in self._spans.values():
             for span in spans:

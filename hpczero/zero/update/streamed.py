@@ -1,8 +1,5 @@
 """StreamedUpdate: torch's own step of an elementwise optimizer over shards that rest on a tier, window by window.
 
-Owns: which windows pass through memory, and what stands in ``param_groups`` meanwhile. Must not know: the medium, the
-agreement of ranks, clipping, what follows an update.
-
 One ``optimizer.step()`` of the program is one call of torch's method for every window of every unit. Schedulers and
 hooks see one step (issue 18).
 
@@ -18,11 +15,13 @@ they would there; see plan.windows. Where some pieces of a run have no gradient,
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections import deque
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,14 +29,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from hpczero.accelerator import Mark
 from hpczero.errors import StepError, TierError
-from hpczero.tier import Fetch, Staged
-from hpczero.zero.units.away import AwayGradient, AwayRest
-from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard, UnitStore, floats
+from hpczero.tier import Fetch, InPlaceTier, Staged
+from hpczero.tier.host import InPlace, Opening
+from hpczero.zero.units.away import AwayGradient, AwayRest, mirrored
+from hpczero.zero.units.away_shard import (
+    GRADIENT,
+    MIRROR,
+    VALUES,
+    AwayShard,
+    SentNear,
+    UnitStore,
+    floats,
+)
 from hpczero.zero.units.guard import have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import AwayState, adopt, is_elementwise, state_of
-from hpczero.zero.update.parts import PartedUpdate, Update, method_behind
+from hpczero.zero.update.parts import PartedUpdate, State, Update, in_groups, method_behind
 
 
 @dataclass(frozen=True)
@@ -96,101 +105,105 @@ class Stepped:
 
 
 class StreamedUpdate(Update):
-    """Of one optimizer, all of whose pieces rest on a tier; nothing here is collective."""
+    """Of torch's own optimizer, of whose units some rest on a tier; the others are stepped on where they are.
 
-    def __init__(self, units: Sequence[Unit], optimizer: Optimizer, store: UnitStore) -> None:
-        """``optimizer`` is torch's own and has been pointed at the shards of ``units``, the trainable ones."""
+    Source of the split: DeepSpeed's Twin-Flow, 2023.
+    """
+
+    def __init__(self, optimizer: Optimizer, store: UnitStore) -> None:
+        """Not collective."""
         super().__init__(optimizer)
-        self._units, self._store = list(units), store
+        self._store = store
+        self._here = PartedUpdate(optimizer)
         method = method_behind(optimizer)
         assert method is not None, "checked by zeroify"
         self._method: Callable[[Optimizer], Any] = method
         self._capturable = [group.get("capturable") for group in optimizer.param_groups]
         self._begun: list[Fetch] = []  # blocks of staging that this step has
-        self._coming: Iterator[UpdateWindow] | None = None  # of a step that has begun
 
+    @override
     def take(self, *, last: bool) -> None:
-        """Take the step of the optimizer; the groups are empty then until ``restore``. ``check`` has passed.
+        """Take the step; ``check`` has passed. Reads have begun when the units that are not on the tier are stepped on.
 
         Raises:
-            StepError: the optimizer makes state that it did not make at zeroify.
+            StepError: the optimizer's groups hold a piece twice, or it makes state that it did not make at zeroify.
             TierError: bytes could not be moved; values and state are then of two steps, and a checkpoint has to be
                 loaded.
         """
-        self.begin()
-        self._put_groups_away()
         made: list[tuple[WindowPieces, dict[str, Any]]] = []
         try:
-            assert self._coming is not None, "it has begun"
-            for window in self._coming:
-                staged = window.fetch.wait()
-                made += self._step(window, staged)
-                self._begun.remove(window.fetch)
-            self._store.tier.drain()  # what cannot be written is told now, where all ranks hear of it
+            windows = self._begin()
+            self._take_here(last=last)
+            with self._taking():
+                for window in windows:
+                    staged = window.fetch.wait()
+                    made += self._step(window, staged)
+                    self._begun.remove(window.fetch)
+                # What cannot be written is told now, where all ranks hear of it.
+                self._store.tier.drain()
+                # At the end: a piece of two windows begins both with what it had before.
+                for run, after in made:
+                    give_counters(run, after)
         except BaseException:
             self.give_up()
-            self.restore()
             raise
-        self._coming = None
-        for run, after in made:  # a piece of two windows begins both with what it had before
-            give_counters(run, after)
-        self._empty_groups()
 
-    def begin(self) -> None:
-        """The first windows of the step that follows are on their way from here on; ``check`` has passed.
-
-        Raises:
-            StepError: a program has put state there that the tier has no room for.
-            TierError: there is no staging.
-        """
-        if self._coming is not None:
-            return
-        self.adopt()  # a program may have put some there
-        groups = self._optimizer.param_groups
-        group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    def _begin(self) -> Iterator[UpdateWindow]:
+        """The windows of the step; the first ones are on their way."""
+        self._adopt()  # a program may have put some there
+        group_of = self._group_of()
         self._store.make_room(self._store.blocks)
+        windows = self._windows(group_of)
+        first = list(itertools.islice(windows, 1))
+        return itertools.chain(first, windows)
+
+    def _take_here(self, *, last: bool) -> None:
+        """Step on the units that are not on the tier."""
+        if not self._here.units:
+            return
         try:
-            windows = self._windows(group_of)
-            first = list(itertools.islice(windows, 1))
-            self._coming = itertools.chain(first, windows)
-        except BaseException:
-            self.give_up()
-            raise
+            self._here.take(last=last)
+            if not self._here.taken:
+                raise StepError(
+                    "optimizer.step() with a part of its state on a memory tier (offload): the step cannot be taken "
+                    "over long tensors, expected every piece once in optimizer.param_groups"
+                )
+        finally:
+            self._here.restore()
 
     def give_up(self) -> None:
         """The step is cut off: its blocks go back, and nothing is written."""
-        self._coming = None
         for fetch in self._begun:
             with suppress(TierError):  # its block went back when it failed
                 self._store.tier.evict(fetch.wait(), ())
         self._begun.clear()
 
     @override
-    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
-        here = [unit for unit in slots if unit.away is None]
-        return TwinUpdate(PartedUpdate(here, self._optimizer), self) if here else self
+    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> None:
+        self._units = [unit for unit in slots if unit.away is not None]
+        here = {unit: own for unit, own in slots.items() if unit.away is None}
+        self._here.follow(here, groups)
 
+    @override
     def adopt(self) -> None:
-        """State was put into ``optimizer.state``: what is there for every element goes to the tier."""
-        for unit in self._units:
-            if unit.away is not None:
-                adopt(unit, self._optimizer.state)
+        self._here.adopt()
+        self._adopt()
 
+    def _adopt(self) -> None:
+        """What was put into ``optimizer.state`` for every element goes to the tier."""
+        for unit in self._units:
+            adopt(unit, self._optimizer.state)
+
+    @override
     def forget(self) -> None:
-        """State is about to be replaced."""
+        self._here.forget()
         for unit in self._units:
-            if unit.away is not None:
-                unit.away.drop(part for part in unit.away.parts if part not in (VALUES, GRADIENT))
+            shard = unit.away
+            assert shard is not None, "it rests on the tier"
+            shard.drop(part for part in shard.parts if part not in (VALUES, GRADIENT))
 
+    @override
     def check(self, *, last: bool) -> None:
-        """Refuse a step that cannot be taken in windows.
-
-        Args:
-            last: no hook of the program comes between ``take`` and torch's own call.
-
-        Raises:
-            StepError: the optimizer is not as it was at zeroify.
-        """
         groups = self._optimizer.param_groups
         what = ""
         if not last:
@@ -211,9 +224,8 @@ class StreamedUpdate(Update):
 
     def _windows(self, group_of: dict[int, int]) -> Iterator[UpdateWindow]:
         """Those that have to be stepped on, in the order of units; reads of the next ones are on their way."""
-        todo = self._wanted(group_of)
         on_its_way: deque[UpdateWindow] = deque()
-        for unit, index, runs in todo:
+        for unit, index, runs in self._wanted(group_of):
             on_its_way.append(self._window(unit, index, runs))
             if len(on_its_way) > max(self._store.blocks - 2, 1):
                 yield on_its_way.popleft()
@@ -294,14 +306,10 @@ class StreamedUpdate(Update):
 
     def _compute(self, window: UpdateWindow, staged: Staged, optimizer: Optimizer) -> Stepped:
         """One call of torch's method with the options of ``optimizer``, whose own state is not used."""
-        known = set(window.known)
-        values, gradient = self._operands(window, staged)
-        states: dict[Any, Any] = optimizer.state
-        groups = optimizer.param_groups
-        for group in groups:
-            group["params"] = []
-        elements = window.elements
-        taken: list[tuple[WindowPieces, nn.Parameter, slice]] = []
+        known, elements = set(window.known), window.elements
+        values, gradient = _operands(window, staged)
+        parts: list[slice] = []
+        tensors: list[tuple[int, nn.Parameter, State]] = []
         for run in window.runs:
             part = slice(
                 max(run.begin, elements.start) - elements.start,
@@ -312,25 +320,22 @@ class StreamedUpdate(Update):
             long.grad = gradient[part].data if GRADIENT in staged else gradient[part]
             state = {name: self._number(value) for name, value in run.counters.items()}
             state.update({name: floats(staged, name)[part] for name in run.elementwise})
-            if state:
-                dict.__setitem__(states, long, state)
-            groups[run.group]["params"].append(long)
-            taken.append((run, long, part))
-        try:
+            parts.append(part)
+            tensors.append((run.group, long, state))
+        with in_groups(optimizer, tensors) as made:
             self._call(optimizer)
-        finally:
-            made = [(run, dict.pop(states, long, {}), part) for run, long, part in taken]
         changed = GRADIENT in staged and any(
-            long.grad is not None and long.grad._version for _, long, _ in taken
+            long.grad is not None and long.grad._version for _, long, _ in tensors
         )
         changed = changed or (staged.in_place and bool(window.factors))
-        for _, after, part in made:
+        states = [state or {} for state in made]
+        for after, part in zip(states, parts, strict=True):
             for name in [name for name, value in after.items() if is_elementwise(value)]:
                 _keep(name, after.pop(name), part, staged, fresh=name not in known)
                 known.add(name)
                 after.setdefault(_ELEMENTWISE, []).append(name)
         kept = [part for part in staged if part in known and (part != GRADIENT or changed)]
-        return Stepped([(run, after) for run, after, _ in made], kept, changed)
+        return Stepped(list(zip(window.runs, states, strict=True)), kept, changed)
 
     def _call(self, optimizer: Optimizer) -> None:
         """Torch's method, over what the groups hold now."""
@@ -344,18 +349,18 @@ class StreamedUpdate(Update):
         """The values of a window are new: so must be copies of them. Returns those that go to the tier."""
         return rest.stepped(elements, staged)
 
-    @staticmethod
-    def _operands(window: UpdateWindow, staged: Staged) -> tuple[Tensor, Tensor]:
-        """Values and gradient of a window, wherever they are."""
-        begin, end = window.elements.start, window.elements.stop
-        unit = window.unit
-        values = floats(staged, VALUES) if VALUES in staged else unit.optimized.master[begin:end]
-        if GRADIENT not in staged:
-            return values, unit.gradients.reduced[begin:end].to(values.device)
-        gradient = floats(staged, GRADIENT)
-        for factor in window.factors:
-            gradient.mul_(factor)
-        return values, gradient
+
+def _operands(window: UpdateWindow, staged: Staged) -> tuple[Tensor, Tensor]:
+    """Values and gradient of a window, wherever they are."""
+    begin, end = window.elements.start, window.elements.stop
+    unit = window.unit
+    values = floats(staged, VALUES) if VALUES in staged else unit.optimized.master[begin:end]
+    if GRADIENT not in staged:
+        return values, unit.gradients.reduced[begin:end].to(values.device)
+    gradient = floats(staged, GRADIENT)
+    for factor in window.factors:
+        gradient.mul_(factor)
+    return values, gradient
 
 
 _ELEMENTWISE = "\0elementwise"  # no optimizer's name
@@ -385,82 +390,307 @@ def _keep(name: str, value: Tensor, part: slice, staged: Staged, *, fresh: bool)
         into[part].copy_(value)
 
 
-# TwinUpdate: one step over two kinds of units: some rest on a tier, the others stay where they are computed with.
+# HostUpdate: the step is taken by the host where state rests in its memory, for a model on a device.
 #
-# Source: DeepSpeed's Twin-Flow, 2023.
+#     backward   gradients come down behind it, one reduction after the other (units/away.py)
+#     step       [values | gradient | state] where they rest; no state moves
+#     after      values go up in the dtype of the parameters, beside the steps on the next windows
+#
+# Source: Ren et al., ZeRO-Offload, ATC21, sec. 4 and 5.
+
+# Classes of torch's with a fused kernel for the host: one pass over memory, several times faster than the others.
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
-class TwinUpdate(Update):
-    """Of one optimizer; nothing here is collective. The parts are as of ``StreamedUpdate`` and ``PartedUpdate``."""
+class HostUpdate(StreamedUpdate):
+    """Of an optimizer whose pieces rest in memory that the host works on."""
 
-    def __init__(self, here: PartedUpdate, away: StreamedUpdate) -> None:
-        """``here`` and ``away``: of the same optimizer, over different units."""
-        super().__init__(here._optimizer)
-        self._here, self._away = here, away
+    def __init__(self, optimizer: Optimizer, store: UnitStore) -> None:
+        """``store`` has an ``InPlaceTier`` and an ascent."""
+        super().__init__(optimizer, store)
+        assert isinstance(store.tier, InPlaceTier), "opened by zeroify"
+        self._tier = store.tier
 
     @override
-    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
-        self._here.follow({unit: own for unit, own in slots.items() if unit.away is None}, groups)
-        return self
+    def _begin(self) -> Iterator[UpdateWindow]:
+        for unit in self._units:
+            if isinstance(unit.rest, AwayRest) and unit.rest.near is not None:
+                unit.rest.near.settle()  # it is sent from memory that changes now
+        return super()._begin()
 
-    # --- the part that rests on a tier may be delayed
+    @override
+    def _start(self, shard: AwayShard, index: int) -> Fetch:
+        wanted, fresh = shard.of_step(index)
+        self._begun.append(self._tier.open(shard.places[index], wanted, fresh=fresh))
+        return self._begun[-1]
+
+    @override
+    def _call(self, optimizer: Optimizer) -> None:
+        with fused_where_nothing_was_chosen(optimizer):
+            super()._call(optimizer)
+
+    @override
+    def _number(self, value: Any) -> Any:
+        return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+    @override
+    def _bring_up(self, rest: AwayRest, elements: range, staged: Staged) -> list[str]:
+        if not isinstance(rest.near, SentNear):
+            return super()._bring_up(rest, elements, staged)
+        rest.near.send(elements, ready(staged, rest.near.tensor.dtype))
+        return []
+
+
+def ready(staged: Staged, dtype: torch.dtype) -> Tensor:
+    """(elements,) values of a window in ``dtype``, where they rest, so that they can be sent from there."""
+    return mirrored(staged, dtype) if MIRROR in staged else floats(staged, VALUES)
+
+
+@contextmanager
+def fused_where_nothing_was_chosen(optimizer: Optimizer) -> Iterator[None]:
+    """Context: groups that leave the implementation to torch have the fused one, where the host has one.
+
+    Torch itself chooses another one on each kind of device; on a host it would choose the slowest.
+    """
+    chosen = _groups_without_choice(optimizer)
+    for group in chosen:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in chosen:
+            group["fused"] = None
+
+
+def leaves_choice(optimizer: Optimizer) -> bool:
+    """Whether a group leaves the implementation to torch, and the host has a fused one."""
+    return bool(_groups_without_choice(optimizer))
+
+
+def _groups_without_choice(optimizer: Optimizer) -> list[dict[str, Any]]:
+    if not isinstance(optimizer, FUSED):
+        return []
+    groups = optimizer.param_groups
+    return [g for g in groups if g.get("fused", False) is None and g.get("foreach") is None]
+
+
+# DelayedUpdate: the host's step of one batch is taken on a thread while the model computes the next batch.
+#
+#     step k        the result of the update before is put into the model; this update begins, with today's options
+#     batch k+1     is computed with parameters that lack the update of batch k: it is one step late
+#     finish        waits, then as at a step; without it the last update would stay on its way
+#
+# The recurrence is w[k] = w[k-1] + update(gradient at w[k-2]). It is not that of plain torch.
+#
+# [Note: What the thread touches]
+# The records that were opened for it, where copies of other gradients wait until it is through; and a twin of the
+# optimizer with options and state of its own. Everything else, the tier's lists and ``optimizer.state`` among it, is
+# touched by the program's thread alone: before the thread starts and after it has ended.
+#
+# Source: Ren et al., ZeRO-Offload, ATC21, sec. 5.2.
+
+
+@dataclass
+class Task:
+    """One window, and what the thread has made of it.
+
+    Attributes:
+        window: of a unit.
+        sent: behind what is still being sent from where its values rest.
+        staged: where it rests, once it was waited for.
+        stepped: what came of it.
+        source: its values, to be sent.
+    """
+
+    window: UpdateWindow
+    sent: Mark | None
+    staged: InPlace | None = None
+    stepped: Stepped | None = None
+    source: Tensor | None = None
+
+
+@dataclass
+class Pending:
+    """An update that was started.
+
+    Attributes:
+        twin: the optimizer as it was then.
+        tasks: all windows, those first whose gradients will come first.
+        thread: None where there is nothing to do.
+        error: what went wrong on it.
+    """
+
+    twin: Optimizer
+    tasks: Sequence[Task]
+    thread: threading.Thread | None = None
+    error: BaseException | None = None
+    numbers: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+
+
+class DelayedUpdate(HostUpdate):
+    """The host's step of one batch, taken on a thread while the model computes the next batch."""
+
+    _pending: Pending | None = None
 
     @property
     def pending(self) -> bool:  # type: ignore[override]
-        """As of what rests on the tier."""
-        return self._away.pending
-
-    @override
-    def finish(self) -> None:
-        self._away.finish()
-
-    @override
-    def abandon(self) -> None:
-        self._away.abandon()
-
-    @property
-    @override
-    def taken(self) -> bool:
-        return self._away.taken
-
-    @override
-    def check(self, *, last: bool) -> None:
-        self._away.check(last=last)
+        """Whether an update was started and not finished; equal on all ranks."""
+        return self._pending is not None
 
     @override
     def take(self, *, last: bool) -> None:
-        """Take both steps: reads from the tier have begun when the units that are here are stepped on.
+        """Start this update; the one before is finished."""
+        assert self._pending is None, "finished, by all ranks, before any of them starts"
+        try:
+            with self._taking():
+                self._start_update()
+        except BaseException:
+            self.give_up()
+            raise
+
+    @override
+    def finish(self) -> None:
+        """Wait for the update that was started, if any; its result is the optimizer's, and is sent to the model.
 
         Raises:
-            StepError: the optimizer's groups hold a piece twice, or it makes state that it did not make at zeroify.
-            TierError: as of what rests on the tier.
+            StepError: the program has changed ``optimizer.state`` meanwhile, or torch's step has raised.
+            TierError: a gradient did not come to where it rests.
         """
-        self._away.begin()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.thread is not None:
+            pending.thread.join()
         try:
-            self._here.take(last=last)
-            if not self._here.taken:
-                raise StepError(
-                    "optimizer.step() with a part of its state on a memory tier (offload): the step cannot be taken "
-                    "over long tensors, expected every piece once in optimizer.param_groups"
-                )
-        except BaseException:
-            self._away.give_up()
-            raise
+            if pending.error is not None:
+                raise _told(pending.error)
+            self._check_state(pending)
+            for task in pending.tasks:
+                self._take_over(task)
         finally:
-            self._here.restore()
-        self._away.take(last=last)
+            self.give_up()
+        for task in pending.tasks:
+            for run, after in task.stepped.made if task.stepped is not None else ():
+                give_counters(run, after)
 
     @override
-    def restore(self) -> None:
-        self._here.restore()
-        self._away.restore()
+    def abandon(self) -> None:
+        """Wait for the thread, and forget what it has made; values and state are then of two steps."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.thread is not None:
+            pending.thread.join()
+        self.give_up()
 
-    @override
-    def adopt(self) -> None:
-        self._here.adopt()
-        self._away.adopt()
+    def _start_update(self) -> None:
+        self._adopt()  # a program may have put some there
+        group_of = self._group_of()
+        self._store.make_room(self._store.blocks)
+        tasks = []
+        for unit, index, runs in reversed(list(self._wanted(group_of))):
+            window = self._window(unit, index, runs)
+            near = unit.rest.near if isinstance(unit.rest, AwayRest) else None
+            tasks.append(Task(window, near.sent if isinstance(near, SentNear) else None))
+            if isinstance(unit.gradients.rest, AwayGradient):
+                # The thread multiplies it, and may do more.
+                unit.gradients.rest.changed(window.elements)
+        pending = Pending(twin_of(self._optimizer), tasks)
+        for task in tasks:
+            for run in task.window.runs:
+                pending.numbers += [(state, _numbers(state)) for state in run.states]
+        if tasks:
+            pending.thread = threading.Thread(
+                target=self._run, args=(pending,), name="hpczero-delayed-update"
+            )
+        self._pending = pending
+        if pending.thread is not None:
+            pending.thread.start()
 
-    @override
-    def forget(self) -> None:
-        self._here.forget()
-        self._away.forget()
+    def _run(self, pending: Pending) -> None:
+        """On the thread; what goes wrong is told in ``finish``. See [Note: What the thread touches]."""
+        try:
+            assert self._store.ascent is not None, "the host steps"
+            self._store.ascent.accelerator.enter_thread()
+            with torch.no_grad():
+                for task in pending.tasks:
+                    self._do(task, pending.twin)
+        except BaseException as error:  # told where the result is waited for
+            pending.error = error
+        finally:
+            for task in pending.tasks:
+                assert isinstance(task.window.fetch, Opening), "of a tier in place"
+                task.window.fetch.end()
+
+    def _do(self, task: Task, twin: Optimizer) -> None:
+        window = task.window
+        staged = window.fetch.wait()
+        assert isinstance(staged, InPlace), "of a tier in place"
+        if task.sent is not None:
+            task.sent.wait()
+        task.staged, task.stepped = staged, self._compute(window, staged, twin)
+        rest = window.unit.rest
+        if isinstance(rest, AwayRest) and rest.near is not None:
+            task.source = ready(staged, rest.near.tensor.dtype)
+        staged.end()
+
+    def _take_over(self, task: Task) -> None:
+        """What the thread has made of a window is the tier's, and on its way up."""
+        assert task.staged is not None, "the thread has ended well"
+        assert task.stepped is not None, "the thread has ended well"
+        self._store.tier.evict(task.staged, task.stepped.kept)
+        self._begun.remove(task.window.fetch)
+        rest = task.window.unit.rest
+        if task.source is not None and isinstance(rest, AwayRest):
+            assert isinstance(rest.near, SentNear), "the host steps"
+            rest.near.send(task.window.elements, task.source)
+
+    def _check_state(self, pending: Pending) -> None:
+        """Refuse to give numbers to state that is not what the update was started with.
+
+        Raises:
+            StepError: says what to call before.
+        """
+        held = {id(state) for state in dict.values(self._optimizer.state)}
+        for state, numbers in pending.numbers:
+            if id(state) not in held or _numbers(state) != numbers:
+                raise StepError(
+                    "optimizer.state was changed while a delayed update of it was on its way (offload, delayed), "
+                    "expected no change between optimizer.step() and the next one; call hpczero.finish_update(model) "
+                    "before a change"
+                )
+
+
+def twin_of(optimizer: Optimizer) -> Optimizer:
+    """An optimizer with the options of today, which later changes do not reach; without pieces and state."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.param_groups = [
+        {
+            name: value.clone() if isinstance(value, Tensor) else copy.copy(value)
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        | {"params": []}
+        for group in optimizer.param_groups
+    ]
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def _numbers(state: Any) -> dict[str, Any]:
+    """What is in memory of the state of a piece, and the names of the rest."""
+    found = {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in state.numbers.items()
+    }
+    return {**found, "": tuple(state.elementwise)}
+
+
+def _told(error: BaseException) -> StepError | TierError:
+    """As whoever finishes the update is told of it."""
+    said = f"the delayed update of the step before: {error}"
+    kind = TierError if isinstance(error, TierError) else StepError
+    if not isinstance(error, (TierError, StepError)):
+        said = f"the delayed update of the step before: {type(error).__name__}: {error}"
+    told = kind(said)
+    told.__cause__ = error
+    return told

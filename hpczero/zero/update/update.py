@@ -1,19 +1,18 @@
-"""Step: what happens around ``optimizer.step()``.
-
-Owns: when ranks agree before an update, the clipping, skipping, and what follows the update. Must not know: modules,
-hooks on them, MPI calls, what ranks compare.
-"""
+"""Step: what happens around ``optimizer.step()``; and Stepper: one of the optimizers of a model."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import ConfigError, StepError, TierError
@@ -21,10 +20,16 @@ from hpczero.job.topology import Topology
 from hpczero.plan.precision import LossScaler, Precision
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.ways import untraced
+from hpczero.zero.units.gradients import Flags
+from hpczero.zero.units.seen_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.agreement import Agreement, GradientHistory, GradientNorms
-from hpczero.zero.update.optimizers import OptimizerSet, describe_options
-from hpczero.zero.update.stepper import Stepper
+from hpczero.zero.update.coded import ATTRIBUTE as CODED
+from hpczero.zero.update.coded import CodedUpdate
+from hpczero.zero.update.optimizers import OptimizerSet, describe_options, needs_whole
+from hpczero.zero.update.parts import PartedUpdate, Update
+from hpczero.zero.update.streamed import DelayedUpdate, HostUpdate, StreamedUpdate
+from hpczero.zero.update.whole import WholeUpdate
 
 # Rounds: which steps of several optimizers belong to one backward.
 #
@@ -47,7 +52,6 @@ class Rounds:
     """
 
     def __init__(self, optimizers: int) -> None:
-        """Before the first."""
         self.skipped = self.told = False
         self._stepped: set[int] = set()
         # Of each optimizer, whether its gradients are known not to be finite since a round before this one.
@@ -96,34 +100,19 @@ class Rounds:
 logger = logging.getLogger("hpczero.step")
 
 
-@dataclass
-class StepCounts:
-    """Steps that were skipped because some gradient was not finite; equal on every rank."""
-
-    skipped: int = 0
-    in_a_row: int = 0
-
-
 class Skips:
-    """Of one model.
+    """Steps of one model that are skipped, and what becomes of the loss scale.
 
     Attributes:
-        counts: of the steps so far.
+        skipped: how many so far; equal on every rank.
     """
 
     def __init__(
         self, comm: Collectives, precision: Precision, scaler: LossScaler, *, speaks: bool
     ) -> None:
-        """Not collective.
-
-        Args:
-            comm: for the number of the step.
-            precision: what a non-finite gradient means.
-            scaler: the loss scale, told of every step.
-            speaks: whether this rank writes the log.
-        """
+        """``speaks``: whether this rank writes the log."""
+        self.skipped = self._in_a_row = 0
         self._speaks = speaks
-        self.counts = StepCounts()
         self._comm = comm
         self._precision = precision
         self._scaler = scaler
@@ -131,40 +120,40 @@ class Skips:
 
     def skip(self) -> str | None:
         """Count the step that is taken now as skipped; why that cannot help, or None where it may."""
-        self.counts.skipped += 1
-        self.counts.in_a_row += 1
+        self.skipped += 1
+        self._in_a_row += 1
         scaled = self._precision.loss_scale is not None
         if not scaled and self._precision.nonfinite == "raise":
             return "precision.nonfinite='skip' would skip such steps"
         if scaled and self._scaler.exhausted:
             return f"the loss scale is at its minimum {self._scaler.scale:g}"
-        if self.counts.in_a_row >= self._precision.max_skips:
-            return f"{self.counts.in_a_row} steps in a row were skipped"
+        if self._in_a_row >= self._precision.max_skips:
+            return f"{self._in_a_row} steps in a row were skipped"
         if self._speaks:
             logger.warning(
                 "step %d skipped: a gradient is not finite (loss scale %g, %d skipped so far)",
                 self._comm.calls.step,
                 self._scaler.scale,
-                self.counts.skipped,
+                self.skipped,
             )
         return None
 
     def skip_late(self, name: str) -> None:
         """Count a step that is skipped because its gradients have not been finite since an earlier one."""
-        self.counts.skipped += 1
+        self.skipped += 1
         if self._speaks:
             logger.warning(
                 "step %d of %s skipped: its gradients hold what was not finite when another optimizer stepped (%d "
                 "skipped so far); zero_grad of it after that step would have begun anew",
                 self._comm.calls.step,
                 name,
-                self.counts.skipped,
+                self.skipped,
             )
 
     def end_step(self, *, overflow: bool) -> None:
         """The step is over."""
         if not overflow:
-            self.counts.in_a_row = 0
+            self._in_a_row = 0
         self._scaler.update(overflow=overflow)
 
     def tell_nothing_to_do(self) -> None:
@@ -178,8 +167,172 @@ class Skips:
             )
 
 
+# A unit may hold parameters of several optimizers. What is reduced, gathered and checked goes by units; what is stepped
+# on, dropped or guarded goes by slots.
+
+
+class StepHooks:
+    """Hooks on ``optimizer.step``: the last before it, the first after it.
+
+    Hooks of the user's find guarded gradients before a step and new values on all ranks after it, whether they were
+    registered before these or later.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, before: Callable[..., None], after: Callable[..., None]
+    ) -> None:
+        self._optimizer = optimizer
+        pre = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
+        post = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
+        first = optimizer.register_step_pre_hook(before)
+        last = optimizer.register_step_post_hook(after)
+        self._handles = [first, last]
+        post.move_to_end(last.id, last=False)
+
+        def register_step_pre_hook(hook: Any) -> RemovableHandle:
+            handle = Optimizer.register_step_pre_hook(optimizer, hook)
+            if first.id in pre:
+                pre.move_to_end(first.id)
+            return handle
+
+        optimizer.__dict__["register_step_pre_hook"] = register_step_pre_hook
+
+    @property
+    def are_last(self) -> bool:
+        """Whether no hook follows before torch's step: one registered past the optimizer's own method may."""
+        return bool(
+            next(reversed(self._optimizer._optimizer_step_pre_hooks)) == self._handles[0].id
+        )
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._optimizer.__dict__.pop("register_step_pre_hook", None)
+
+
+class Stepper:
+    """Of one optimizer, which has been pointed at its shards; nothing is collective but ``begin`` where ``together``.
+
+    Attributes:
+        optimizer: torch's.
+        index: its place among the optimizers of the model.
+        name: what a message calls it.
+        slots: trainable units with a parameter of its, in unit order, each with the positions of those.
+        shards: what its groups hold.
+        update: how its step is taken.
+        streams: some of what it works on rests on a memory tier.
+        together: what fails in its step on one rank must fail on all.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        index: int,
+        optimizers: OptimizerSet,
+        units: Sequence[Unit],
+        hooks: StepHooks,
+        comm: Collectives,
+        *,
+        sharded: bool,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            optimizer: pointed at the shards.
+            index: see the attribute.
+            optimizers: of the model.
+            units: the trainable ones of the model.
+            hooks: on the optimizer's step.
+            comm: the transport.
+            sharded: whether each rank steps on its own shards alone.
+        """
+        self.optimizer, self.index, self.name = optimizer, index, optimizers.name(index)
+        self._optimizers, self._hooks = optimizers, hooks
+        self._place(units)
+        away = next((unit.away for unit in self.slots if unit.away is not None), None)
+        self.streams = away is not None
+        self.update: Update
+        if needs_whole(optimizer):
+            self.update = WholeUpdate(optimizer, comm, replicated=not sharded)
+        elif hasattr(type(optimizer), CODED):
+            self.update = CodedUpdate(optimizer)
+        elif away is None:
+            self.update = PartedUpdate(optimizer)
+        else:
+            kind = StreamedUpdate if away.store.ascent is None else HostUpdate
+            kind = DelayedUpdate if away.store.delayed else kind
+            self.update = kind(optimizer, away.store)
+        self.together = self.streams or self.update.together
+        self._open = False  # shards are, for the time of a step
+        self.follow(units)
+        self.update.adopt()  # Adagrad has state from the start
+
+    def _place(self, units: Sequence[Unit]) -> None:
+        """Which slots of ``units`` are its."""
+        groups = self._optimizers.groups_of(self.index)
+        places = {
+            unit: [place for place, group in enumerate(unit.spec.groups) if group in groups]
+            for unit in units
+        }
+        self.slots = {unit: own for unit, own in places.items() if own}
+        self.shards: list[nn.Parameter] = [
+            shard
+            for unit, own in self.slots.items()
+            for shard, slot in zip(unit.shards, unit.optimized.slots, strict=True)
+            if slot in set(own)
+        ]
+
+    def follow(self, units: Sequence[Unit]) -> None:
+        """``units`` are the trainable ones from now on; new ones are in memory."""
+        self._place(units)
+        self.update.follow(self.slots, self._optimizers.groups_of(self.index))
+        guard_shards(self.shards)
+
+    def detach(self) -> None:
+        """Take the hooks away; the optimizer must not step for this model any more."""
+        self._hooks.remove()
+        if not self.streams:  # else there is no memory behind them, which only the guard says
+            open_shards(self.shards)
+
+    def check(self) -> None:
+        """Raise StepError where the optimizer is not as it was at zeroify."""
+        self.update.check(last=self._hooks.are_last)
+
+    def begin(self) -> None:
+        """Torch's step follows, as far as it is not taken here."""
+        self._open = True
+        open_shards(self.shards)
+        self.update.take(last=self._hooks.are_last)
+
+    def end(self) -> None:
+        """After a step; also after one that has raised."""
+        self.update.restore()
+        if self._open:
+            self._open = False
+            guard_shards(self.shards)
+
+    def has_gradients(self, used: dict[Unit, Flags]) -> bool:
+        """Whether any rank used a parameter of its, by the flags (slots,) of each unit."""
+        return any(
+            unit.gradients.present and used[unit][own].any() for unit, own in self.slots.items()
+        )
+
+    def drop_gradients(self, *, set_to_none: bool = True) -> None:
+        """Those of its parameters are gone, or zero; the others of the same units stay."""
+        for unit, own in self.slots.items():
+            unit.gradients.drop_slots(own, set_to_none=set_to_none)
+
+
 class ModelSide(Protocol):
     """What a step asks of the model that it belongs to, and tells it; ``Sharding`` is one."""
+
+    units: list[Unit]
+    collectives: Collectives
+    topology: Topology
+    precision: Precision
+    scaler: LossScaler
+    advice: Advice
 
     @property
     def in_backward(self) -> bool:
@@ -198,14 +351,12 @@ class ModelSide(Protocol):
     def after_update(self) -> None:
         """The parameters are up to date."""
 
-    def replaced(self) -> list[str]:
-        """What of the model is not as it was at first; compared over ranks."""
-
-    def changes(self) -> list[str]:
-        """What trains otherwise than at first; compared over ranks."""
+    @property
+    def texts(self) -> list[str]:
+        """Buffers, and what trains, where they are not as they were at first; compared over ranks."""
 
     def settle(self) -> bool:
-        """Bring the plan to ``changes``; whether the plan was not there. Collective."""
+        """Bring the plan to what trains; whether the plan was not there. Collective."""
 
 
 @dataclass(frozen=True)
@@ -232,35 +383,15 @@ class Step:
         agreement, norms, history: see each.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        comm: Collectives,
-        topology: Topology,
-        model: ModelSide,
-        *,
-        precision: Precision,
-        scaler: LossScaler,
-        advice: Advice,
-    ) -> None:
-        """Not collective.
-
-        Args:
-            units: in unit order.
-            comm: the transport.
-            topology: all ranks that take the step together.
-            model: whose step it is.
-            precision: what a non-finite gradient means.
-            scaler: the loss scale, told of every step.
-            advice: told what the comparison of ranks found.
-        """
-        self._all_units = list(units)
-        self._units = [unit for unit in units if unit.spec.trainable]
-        self._comm, self._topology = comm, topology
-        self._model = model
-        self.skips = Skips(comm, precision, scaler, speaks=topology.is_root)
+    def __init__(self, model: ModelSide) -> None:
+        """Not collective."""
+        comm, topology = model.collectives, model.topology
+        self._model, self._comm, self._topology = model, comm, topology
+        self._all_units = model.units
+        self._units = [unit for unit in model.units if unit.spec.trainable]
+        self.skips = Skips(comm, model.precision, model.scaler, speaks=topology.is_root)
         self.norms = GradientNorms(self._units, comm, topology.model_parallel, self._check_reduced)
-        self.agreement = Agreement(self._units, comm, topology, advice, self.norms.readings)
+        self.agreement = Agreement(self._units, comm, topology, model.advice, self.norms.readings)
         self.history = GradientHistory(self._units, self.norms)
         self.rounds = Rounds(0)
         self.steppers: list[Stepper] = []
@@ -269,34 +400,30 @@ class Step:
     def attach(self, optimizers: OptimizerSet, *, sharded: bool) -> None:
         """Drive each one's ``step`` through torch's own hooks; not collective.
 
-        Args:
-            optimizers: pointed at their shards.
-            sharded: whether each rank steps on its own shards alone.
+        ``optimizers`` hold shards. ``sharded``: each rank steps on its own shards alone.
         """
         self.rounds = Rounds(len(optimizers))
         self.steppers = [
             Stepper(
                 optimizer,
                 index,
+                optimizers,
                 self._units,
-                name=optimizers.name(index),
-                groups=optimizers.groups_of(index),
-                comm=self._comm,
+                StepHooks(optimizer, self._before, self._after),
+                self._comm,
                 sharded=sharded,
-                before=self._before,
-                after=self._after,
             )
             for index, optimizer in enumerate(optimizers)
         ]
 
-    def follow(self, optimizers: OptimizerSet) -> None:
+    def follow(self) -> None:
         """More units train, and optimizers have more groups; not collective."""
-        self._units = [unit for unit in self._all_units if unit.spec.trainable]
-        self.norms.follow(self._units)
+        # In place: norms and history have the same list.
+        self._units[:] = [unit for unit in self._all_units if unit.spec.trainable]
+        self.norms.forget()
         self.agreement.follow(self._units)
-        self.history.follow(self._units)
         for stepper in self.steppers:
-            stepper.follow(self._units, optimizers.groups_of(stepper.index))
+            stepper.follow(self._units)
 
     def detach(self) -> None:
         """Take the hooks away; not collective. The optimizers must not step for this model any more."""
@@ -331,12 +458,12 @@ class Step:
     def forget_state(self) -> None:
         """State is about to be replaced: let go of its memory; not collective."""
         for stepper in self.steppers:
-            stepper.parted.forget()
+            stepper.update.forget()
 
     def adopt_state(self) -> None:
-        """State was loaded: see ``PartedUpdate.adopt``; not collective."""
+        """State was loaded; not collective."""
         for stepper in self.steppers:
-            stepper.parted.adopt()
+            stepper.update.adopt()
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Scale the gradients so that their norm is at most ``max_norm``; returns the norm before, as torch does.
@@ -389,8 +516,7 @@ class Step:
                     *describe_options(optimizer),
                     *self.history.texts,
                     *self.rounds.texts,
-                    *self._model.replaced(),
-                    *self._model.changes(),
+                    *self._model.texts,
                 ],
                 [each.slots for each in self.steppers],
                 error=self._local_error(stepper),
@@ -404,8 +530,9 @@ class Step:
             flags[unit] = unit.gradients.usage.step(fresh, emptied)
             if unit.gradients.present:
                 unit.gradients.skip_unused(flags[unit])
-        if stepper.pending:  # late by one step, also where this one is skipped; of its own, so that all begin or none
-            self._stream(stepper, stepper.finish)
+        # Late by one step, also where this one is skipped; of its own, so that all begin or none.
+        if stepper.update.pending:
+            self._stream(stepper, stepper.update.finish)
         if now.skipped:
             stepper.drop_gradients()
             self.rounds.gradients_go(stepper.index)
@@ -425,7 +552,7 @@ class Step:
             TierError: on every rank; a gradient could not be brought to where it is stepped on.
         """
         for stepper in self.steppers:
-            if not stepper.pending:
+            if not stepper.update.pending:
                 continue
             with self._topology.agreed("finish the update"):
                 if self._model.in_call or self._model.in_backward:
@@ -435,7 +562,7 @@ class Step:
                         "forward, and optimizer.zero_grad() after a backward that did not finish"
                     )
             ended = self._model.before_update(self._all_units)
-            self._stream(stepper, stepper.finish)
+            self._stream(stepper, stepper.update.finish)
             self._refresh(stepper, ended)
 
     def _stream(self, stepper: Stepper, take: Callable[[], None]) -> None:
@@ -444,7 +571,7 @@ class Step:
             with self._comm.everybody.agreed("take the step"):
                 take()
         except BaseException:
-            stepper.abandon()  # what ranks have begun where others have failed
+            stepper.update.abandon()  # what ranks have begun where others have failed
             for unit in stepper.slots:
                 unit.whole.doubt()
             raise
@@ -493,7 +620,7 @@ class Step:
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stepper, now = self._stepper_of(optimizer), self._now
         assert now is not None, "the hook before it has run"
-        if not stepper.parted.taken:
+        if not stepper.update.taken:
             for unit in self._all_units:
                 unit.whole.check_values()  # an optimizer with a list of its own changes the model past the masters
         self._guard()
@@ -511,7 +638,7 @@ class Step:
             self._comm.calls.step += 1
 
     def _refresh(self, stepper: Stepper, ended: Collection[Unit]) -> None:
-        """The model gets the values of its optimizer; ``ended`` were kept whole for a backward."""
+        """The model gets the new values; ``ended`` were kept whole for a backward."""
         for unit in stepper.slots:
             unit.refresh()
         for unit, own in stepper.slots.items():

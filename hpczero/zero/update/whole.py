@@ -1,8 +1,5 @@
 """WholeUpdate: the step of an optimizer that needs whole parameters, taken for each of them by one rank.
 
-Owns: what stands in ``param_groups`` and ``optimizer.state`` meanwhile, and the rounds. Must not know: what an update
-computes, what of a state goes where (``whole_states``).
-
     round by round   parts -> owners      gradient, values and state of each part
                      owners               the optimizer's own step, over whole parameters
                      owners -> parts      values and state
@@ -35,8 +32,8 @@ from hpczero.errors import StepError
 from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizers import needs_whole
-from hpczero.zero.update.parts import Update, unhooked, written_in
-from hpczero.zero.update.whole_states import ParameterUpdate, States, WholeParameter, state_of
+from hpczero.zero.update.parts import Update, in_groups, piece_state, unhooked, written_in
+from hpczero.zero.update.whole_states import ParameterUpdate, States, WholeParameter
 
 # Directions: updates of whole parameters of which only one tensor goes to the owner and one comes back.
 #
@@ -121,7 +118,7 @@ class TorchsMuon:
 
 
 def directions_of(optimizer: Optimizer) -> Directions | None:
-    """The rule of an optimizer whose step is one; None where its own step has to be called."""
+    """The rule of an optimizer; None where its own step has to be called."""
     kind = type(optimizer)
     method = unhooked(kind.step)
     if method is None:
@@ -141,26 +138,10 @@ class DirectionJob(ParameterUpdate):
     by_optimizer = False
 
     def __init__(
-        self,
-        unit: Unit,
-        position: int,
-        group: int,
-        *,
-        replicated: bool,
-        optimizer: Optimizer,
-        rule: Directions,
+        self, optimizer: Optimizer, rule: Directions, *place: Any, replicated: bool
     ) -> None:
-        """Not collective.
-
-        Args:
-            unit: see ``ParameterUpdate``.
-            position: see ``ParameterUpdate``.
-            group: see ``ParameterUpdate``.
-            replicated: see ``ParameterUpdate``.
-            optimizer: whose group it is.
-            rule: of the optimizer.
-        """
-        super().__init__(unit, position, group, replicated=replicated)
+        """By the ``rule`` of ``optimizer``; ``place`` as of ``ParameterUpdate``."""
+        super().__init__(*place, replicated=replicated)
         self._optimizer, self._rule = optimizer, rule
 
     @property
@@ -173,7 +154,7 @@ class DirectionJob(ParameterUpdate):
         gradient = own_gradient(shard)
         if gradient is None:
             return torch.zeros(1, device=shard.device, dtype=torch.float32)
-        state = state_of(states, shard).get(self._rule.state)
+        state = piece_state(states, shard).get(self._rule.state)
         new = torch.zeros_like(gradient) if state is None else state.detach().reshape(-1).clone()
         if new.shape != gradient.shape:
             raise StepError(
@@ -189,7 +170,7 @@ class DirectionJob(ParameterUpdate):
     def assemble(
         self, said: Sequence[tuple[range, Tensor]], states: States
     ) -> WholeParameter | None:
-        """As of ``ParameterUpdate``: the direction from what all parts said, or None where there is no gradient."""
+        """The direction from what all parts said; None where there is no gradient."""
         if not self._present(said):
             return None
         group = self._options
@@ -202,22 +183,10 @@ class DirectionJob(ParameterUpdate):
         return WholeParameter(nn.Parameter(direction.to(dtype), requires_grad=False))
 
     @override
-    def answers(self, whole: WholeParameter | None) -> dict[int, list[Tensor]]:
-        """As of ``ParameterUpdate``: a mark, and directions."""
-        if whole is None:
-            return {
-                rank: [torch.empty(0, dtype=torch.float32, device="cpu")] * 2
-                for rank in self.holders
-            }
+    def _answer(self, whole: WholeParameter) -> tuple[Tensor, Callable[[range], Tensor]]:
         flat = whole.parameter.detach().reshape(-1)
-        found: dict[int, list[Tensor]] = {}
-        for rank in self.holders:
-            if found and self._replicated:  # all get the same
-                found[rank] = next(iter(found.values()))
-            else:
-                pieces = [_words(flat[p.start : p.stop]).cpu() for p in self.parts_of(rank)]
-                found[rank] = [torch.ones(1, dtype=torch.float32, device="cpu"), torch.cat(pieces)]
-        return found
+        mark = torch.ones(1, dtype=torch.float32, device="cpu")
+        return mark, lambda part: _words(flat[part.start : part.stop]).cpu()
 
     @override
     def take(self, answer: Sequence[Tensor], states: States) -> None:
@@ -260,9 +229,8 @@ def _words(values: Tensor) -> Tensor:
 # Longest job first, each to the rank with least work among those that hold a part of the parameter: what a rank holds
 # itself need not travel, and it knows what belongs to it.
 
-ROUND_NUMEL = (
-    2**24
-)  # elements of whole parameters that one owner has at a time, unless one alone has more
+# Elements of whole parameters that one owner has at a time, unless one parameter alone has more.
+ROUND_NUMEL = 2**24
 
 
 def work_of(shape: tuple[int, ...]) -> int:
@@ -277,12 +245,7 @@ def work_of(shape: tuple[int, ...]) -> int:
 
 
 def owners_of(shapes: Sequence[tuple[int, ...]], holders: Sequence[Sequence[int]]) -> list[int]:
-    """The owner of each parameter.
-
-    Args:
-        shapes: of the parameters.
-        holders: of each the ranks that hold a part of it, at least one.
-    """
+    """The owner of each parameter; ``holders``: of each the ranks that hold a part of it, at least one."""
     work = list(map(work_of, shapes))
     load: dict[int, int] = {}
     owners = [0] * len(shapes)
@@ -301,9 +264,8 @@ def rounds_of(
     Longest first. A parameter with more elements has a round of its owner alone.
     """
     rounds: list[list[int]] = []
-    at: dict[
-        int, tuple[int, int]
-    ] = {}  # of each owner its round, and the elements that it has there
+    # Of each owner its round, and the elements that it has there.
+    at: dict[int, tuple[int, int]] = {}
     for job in sorted(range(len(shapes)), key=lambda job: (-work_of(shapes[job]), job)):
         number, held = at.get(owners[job], (0, 0))
         if held and held + prod(shapes[job]) > limit:
@@ -325,43 +287,26 @@ class WholeUpdate(Update):
 
     together = True
 
-    def __init__(
-        self,
-        slots: Mapping[Unit, Sequence[int]],
-        optimizer: Optimizer,
-        groups: range,
-        comm: Collectives,
-        *,
-        replicated: bool,
-    ) -> None:
-        """Not collective.
-
-        Args:
-            slots: of each unit the positions of the optimizer's parameters.
-            optimizer: pointed at their shards.
-            groups: numbers of its groups, as the plan has them.
-            comm: the transport.
-            replicated: whether every rank holds all shards.
-        """
+    def __init__(self, optimizer: Optimizer, comm: Collectives, *, replicated: bool) -> None:
+        """Not collective. ``replicated``: every rank holds all shards."""
         super().__init__(optimizer)
-        self._comm = comm
+        self._comm, self._replicated = comm, replicated
         step: Any = type(optimizer).step
         self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
+        self._failure: Exception | None = None
+
+    @override
+    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> None:
+        optimizer, replicated = self._optimizer, self._replicated
+        groups_now = optimizer.param_groups
         rule = directions_of(optimizer)
-        kind = (
-            ParameterUpdate
-            if rule is None
-            else partial(DirectionJob, optimizer=optimizer, rule=rule)
-        )
+        kind = ParameterUpdate if rule is None else partial(DirectionJob, optimizer, rule)
         jobs = [
             kind(unit, position, unit.spec.groups[position] - groups.start, replicated=replicated)
             for unit, positions in slots.items()
             for position in positions
-        ]
-        jobs = [
-            job
-            for job in jobs
-            if job.numel and needs_whole(optimizer, optimizer.param_groups[job.group])
+            if unit.spec.layout.slots[position].numel
+            and needs_whole(optimizer, groups_now[unit.spec.groups[position] - groups.start])
         ]
         shapes = [job.shape for job in jobs]
         self._jobs = jobs
@@ -370,20 +315,9 @@ class WholeUpdate(Update):
             [(jobs[number], owners[number]) for number in numbers]
             for numbers in rounds_of(shapes, owners)
         ]
-        self._replicated = replicated
-        self._failure: Exception | None = None
 
     @override
-    def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> Update:
-        comm, replicated = self._comm, self._replicated
-        return WholeUpdate(slots, self._optimizer, groups, comm, replicated=replicated)
-
     def check(self, *, last: bool) -> None:
-        """Refuse a step that cannot be taken over whole parameters.
-
-        Raises:
-            StepError: another hook comes between this and the optimizer's own step, or a parameter has another group.
-        """
         if not last:
             raise StepError(
                 f"{type(self._optimizer).__name__} steps on whole parameters, and a hook was put before its step past "
@@ -391,11 +325,7 @@ class WholeUpdate(Update):
             )
         if torch.is_inference_mode_enabled():
             raise StepError("optimizer.step() inside torch.inference_mode(); step outside of it")
-        place = {
-            id(shard): number
-            for number, group in enumerate(self._optimizer.param_groups)
-            for shard in group["params"]
-        }
+        place = self._group_of()
         for job in self._jobs:
             for shard, _ in job.parts:
                 if place.get(id(shard)) != job.group:
@@ -405,43 +335,40 @@ class WholeUpdate(Update):
                         "set their learning rate to 0"
                     )
 
+    @override
     def take(self, *, last: bool) -> None:
-        """Take the step over all parameters that have gradients. It is ``taken`` then: the groups are empty.
+        """Take the step over all parameters that have gradients.
 
         Collective over the ranks that share shards. What fails on one is raised there, once all messages have passed.
 
         Raises:
             StepError: parts of a parameter do not belong together, or the optimizer has changed options of its groups.
         """
-        groups = self._optimizer.param_groups
-        put_away = self._put_groups_away()
         self._failure = None
-        in_pieces = [
-            [] if needs_whole(self._optimizer, group) else pieces
-            for group, pieces in zip(groups, put_away, strict=True)
-        ]
-        if any(in_pieces):
-            self._tried(lambda: self._step_on(in_pieces))
-        for number, jobs in enumerate(self._rounds):
-            present = [(job, owner) for job, owner in jobs if job.unit.gradients.present]
-            self._take_round(f"round {number}", present)
-        self._empty_groups()
-        if self._failure is not None:
-            self.restore()
-            raise self._failure
+        with self._taking():
+            for group in self._optimizer.param_groups:
+                if needs_whole(self._optimizer, group):
+                    group["params"] = []
+            if any(group["params"] for group in self._optimizer.param_groups):
+                self._tried(self._call)
+            for number, jobs in enumerate(self._rounds):
+                present = [(job, owner) for job, owner in jobs if job.unit.gradients.present]
+                self._take_round(f"round {number}", present)
+            if self._failure is not None:
+                raise self._failure
 
+    @override
     def adopt(self) -> None:
-        """State was loaded: what was padded in a file is so no more."""
+        """What was padded in a file is so no more."""
         for job in self._jobs:
             job.adopt(self._optimizer.state)
 
+    @override
     def forget(self) -> None:
-        """State is about to be replaced."""
-
-    # --- one round -----------------------------------------------------------------------------------------------
+        pass
 
     def _take_round(self, name: str, jobs: Jobs) -> None:
-        """Take the step over ``jobs``, each with its owner.
+        """Take the step over ``jobs``.
 
         After a failure a rank goes on with the messages, empty ones, so that no other waits for it. Who gets none of
         what it needs does nothing.
@@ -480,7 +407,7 @@ class WholeUpdate(Update):
         for job, owner in jobs:
             if owner == me:
                 wholes.append((job, self._assembled(job, arrived)))
-        self._step_on_wholes(
+        self._step_on(
             [(job, whole) for job, whole in wholes if whole is not None and job.by_optimizer]
         )
         for job, whole in wholes:
@@ -513,30 +440,22 @@ class WholeUpdate(Update):
                 if answer:  # else its owner has failed
                     job.take(answer, self._optimizer.state)
 
-    def _step_on_wholes(self, wholes: Sequence[tuple[ParameterUpdate, WholeParameter]]) -> None:
-        states: dict[Any, Any] = self._optimizer.state
-        groups: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
-        for job, whole in wholes:
-            groups[job.group].append(whole.parameter)
-            if whole.state:
-                dict.__setitem__(states, whole.parameter, whole.state)
-        try:
+    def _step_on(self, wholes: Sequence[tuple[ParameterUpdate, WholeParameter]]) -> None:
+        tensors = [(job.group, whole.parameter, whole.state) for job, whole in wholes]
+        with in_groups(self._optimizer, tensors) as after:
             if wholes:
-                self._step_on(groups)
-        finally:
-            for _, whole in wholes:
-                whole.state = dict.pop(states, whole.parameter, whole.state)
+                self._call()
+        for (_, whole), state in zip(wholes, after, strict=True):
+            whole.state = state or {}
 
-    def _step_on(self, parameters: Sequence[list[nn.Parameter]]) -> None:
-        """The optimizer's own step over ``parameters``, by groups.
+    def _call(self) -> None:
+        """The optimizer's own step over what its groups hold.
 
         Raises:
             StepError: it has changed numbers in its groups, which it would do once for each round, on each rank.
         """
         optimizer = self._optimizer
         before = [_options(group) for group in optimizer.param_groups]
-        for group, some in zip(optimizer.param_groups, parameters, strict=True):
-            group["params"] = some
         with _without_hooks(optimizer):
             self._method(optimizer)
         for number, (group, past) in enumerate(zip(optimizer.param_groups, before, strict=True)):

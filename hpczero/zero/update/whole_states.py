@@ -1,8 +1,5 @@
 """Whole states: what an optimizer keeps of a whole parameter, between steps in parts on the ranks that hold its shards.
 
-Owns: which element of a state is kept with which part, and the names under which. Must not know: ranks, messages,
-optimizers.
-
     as large as the parameter   (n,)          cut as the parameter is, under its own name
     any other shape             (k,) of n     element i with element i of the parameter; ``name.1`` has those from n
                                               on, ``name.2`` from 2n on; ``name.shape.0`` ... are its dimensions
@@ -14,7 +11,7 @@ So each is cut evenly enough, and is to a checkpoint what any optimizer's state 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -26,6 +23,7 @@ from torch import Tensor, nn
 from hpczero.errors import StepError
 from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.parts import piece_state
 
 SHAPE = ".shape."
 Number = int | float | bool | None
@@ -78,12 +76,7 @@ class StateEntry:
 
 
 def entries_of(state: Mapping[str, Any], shape: Sequence[int], name: str) -> list[StateEntry]:
-    """The states that an optimizer has made of a whole parameter.
-
-    Args:
-        state: ``optimizer.state[parameter]``.
-        shape: of the parameter.
-        name: of the parameter, for messages.
+    """The states that an optimizer has made of a whole parameter of this shape and name.
 
     Raises:
         StepError: one is neither an fp32 tensor nor a number.
@@ -145,7 +138,7 @@ def put(
     part: range,
     shape: Sequence[int],
 ) -> None:
-    """Keep with ``part`` of a parameter what ``taken`` gives; other states that are there go.
+    """Replace the ``state`` of ``part`` of a parameter of this ``shape``.
 
     Args:
         state: of this part.
@@ -175,14 +168,8 @@ def put(
     state.update(new)
 
 
-def held(
-    state: Mapping[str, Any], entries: Sequence[StateEntry], part: range, numel: int
-) -> list[Tensor]:
-    """The elements that are kept with ``part``, as ``put`` takes them; flat tensors.
-
-    Raises:
-        KeyError: a state is not there.
-    """
+def held(state: Mapping[str, Any], entries: Sequence[StateEntry], numel: int) -> list[Tensor]:
+    """The elements in the ``state`` of a part, as ``put`` takes them; flat tensors."""
     return [
         state[name].detach().reshape(-1)
         for entry in entries
@@ -204,12 +191,12 @@ def trim(state: MutableMapping[str, Any], part: range, shape: Sequence[int]) -> 
 
 
 def to_text(entries: Sequence[StateEntry]) -> str:
-    """Entries as JSON; numbers come back bit for bit."""
+    """Entries as JSON, from which ``from_text`` makes them; numbers come back bit for bit."""
     return json.dumps([[e.name, e.shape, e.kind, e.number] for e in entries])
 
 
 def from_text(text: str) -> list[StateEntry]:
-    """What ``to_text`` was given."""
+    """See ``to_text``."""
     return [
         StateEntry(name, None if shape is None else tuple(shape), kind, number)
         for name, shape, kind, number in json.loads(text)
@@ -252,14 +239,7 @@ class ParameterUpdate:
     by_optimizer = True
 
     def __init__(self, unit: Unit, position: int, group: int, *, replicated: bool) -> None:
-        """Not collective.
-
-        Args:
-            unit: see the attribute.
-            position: of the parameter in the unit.
-            group: see the attribute.
-            replicated: whether every rank holds all parts.
-        """
+        """``position``: of the parameter in the unit. ``replicated``: every rank holds all parts."""
         slot = unit.spec.layout.slots[position]
         self.unit, self.group = unit, group
         self.name, self.numel = slot.name, slot.numel
@@ -287,9 +267,8 @@ class ParameterUpdate:
         layout = self.unit.spec.layout
         if self._replicated or not self.numel:
             return list(range(layout.num_shards if self.numel else 0))
-        slot = layout.slot(
-            self.name
-        )  # by division: asking every rank takes long where there are many
+        # By division: asking every rank takes long where there are many.
+        slot = layout.slot(self.name)
         first, last = slot.offset // layout.shard_numel, (slot.stop - 1) // layout.shard_numel
         return list(range(first, last + 1))
 
@@ -303,8 +282,8 @@ class ParameterUpdate:
         gradient = own_gradient(shard)
         if gradient is None:
             return torch.zeros(1, device=shard.device, dtype=torch.float32)
-        state = state_of(states, shard)
-        kept = held(state, kept_entries(state, self.shape), part, self.numel)
+        state = piece_state(states, shard)
+        kept = held(state, kept_entries(state, self.shape), self.numel)
         return torch.cat([gradient.new_ones(1), gradient, shard.detach(), *kept])
 
     def assemble(
@@ -322,7 +301,7 @@ class ParameterUpdate:
         if not self._present(said):
             return None
         device = self.parts[0][0].device
-        state = state_of(states, self.parts[0][0])
+        state = piece_state(states, self.parts[0][0])
         entries = kept_entries(state, self.shape)
         gradient, values = (
             torch.empty(self.numel, device=device, dtype=torch.float32) for _ in range(2)
@@ -383,31 +362,33 @@ class ParameterUpdate:
             StepError: the optimizer keeps what cannot be kept in parts.
         """
         if whole is None:
-            return {
-                rank: [torch.empty(0, dtype=torch.float32, device="cpu")] * 2
-                for rank in self.holders
-            }
-        entries = entries_of(whole.state, self.shape, self.name)
-        text = to_text(entries).encode()
-        text = text.ljust(-(-len(text) // 4) * 4)
-        words = torch.from_numpy(np.frombuffer(text, dtype=np.float32).copy())
+            nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+            return {rank: [nothing, nothing] for rank in self.holders}
+        mark, of_part = self._answer(whole)
         found: dict[int, list[Tensor]] = {}
         for rank in self.holders:
             if found and self._replicated:  # all get the same
                 found[rank] = next(iter(found.values()))
             else:
-                pieces = [self._of_part(whole, entries, part) for part in self.parts_of(rank)]
-                found[rank] = [words, torch.cat(pieces)]
+                found[rank] = [mark, torch.cat([of_part(part) for part in self.parts_of(rank)])]
         return found
 
-    def _of_part(self, whole: WholeParameter, entries: Sequence[StateEntry], part: range) -> Tensor:
-        pieces = [whole.parameter.detach().reshape(-1)[part.start : part.stop]]
-        for entry in entries:
-            if entry.shape is not None:
-                flat = whole.state[entry.name].detach().reshape(-1)
-                ranges = entry.ranges(part, self.numel)
-                pieces += [flat[elements.start : elements.stop] for elements in ranges]
-        return torch.cat(pieces).cpu()
+    def _answer(self, whole: WholeParameter) -> tuple[Tensor, Callable[[range], Tensor]]:
+        """What all ranks get, not empty; and what gives the elements that go to one part; both on the host."""
+        entries = entries_of(whole.state, self.shape, self.name)
+        text = to_text(entries).encode()
+        text = text.ljust(-(-len(text) // 4) * 4)
+
+        def of_part(part: range) -> Tensor:
+            pieces = [whole.parameter.detach().reshape(-1)[part.start : part.stop]]
+            for entry in entries:
+                if entry.shape is not None:
+                    flat = whole.state[entry.name].detach().reshape(-1)
+                    ranges = entry.ranges(part, self.numel)
+                    pieces += [flat[elements.start : elements.stop] for elements in ranges]
+            return torch.cat(pieces).cpu()
+
+        return torch.from_numpy(np.frombuffer(text, dtype=np.float32).copy()), of_part
 
     def take(self, answer: Sequence[Tensor], states: States) -> None:
         """Put ``answers`` for this rank into its parts, values and state."""
@@ -429,13 +410,4 @@ class ParameterUpdate:
     def adopt(self, states: States) -> None:
         """State was loaded."""
         for shard, part in self.parts:
-            state = state_of(states, shard)
-            if state:
-                trim(state, part, self.shape)
-
-
-def state_of(states: States, shard: nn.Parameter) -> MutableMapping[str, Any]:
-    """The state of a part, past what ``ShardStates`` asks of each key; empty where there is none."""
-    kept: dict[Any, Any] = states  # type: ignore[assignment]
-    found: MutableMapping[str, Any] = dict.get(kept, shard, {})
-    return found
+            trim(piece_state(states, shard), part, self.shape)
