@@ -18,24 +18,6 @@ if TYPE_CHECKING:
         split_cross_entropy,
     )
 
-# Loaded on first use: schedules are looked at where there is no torch.
-_HOME = {
-    "Kept": "hpczero.parallel.tensor",
-    "Rule": "hpczero.parallel.tensor",
-    "Split": "hpczero.parallel.tensor",
-    "Stages": "hpczero.parallel.pipeline.stages",
-    "close": "hpczero.parallel.tensor",
-    "cut": "hpczero.parallel.pipeline.stages",
-    "gpt_rule": "hpczero.parallel.tensor",
-    "gpt_stages": "hpczero.parallel.pipeline.stages",
-    "hugging_face_stages": "hpczero.parallel.pipeline.stages",
-    "llama_rule": "hpczero.parallel.tensor",
-    "own_tokens": "hpczero.parallel.tensor",
-    "share_sequence": "hpczero.parallel.tensor",
-    "split": "hpczero.parallel.tensor",
-    "split_cross_entropy": "hpczero.parallel.tensor",
-}
-
 __all__ = [
     "Kept",
     "Rule",
@@ -52,6 +34,12 @@ __all__ = [
     "split",
     "split_cross_entropy",
 ]
+
+
+# Loaded on first use: schedules are looked at where there is no torch.
+_HOME = dict.fromkeys(__all__, "hpczero.parallel.tensor") | dict.fromkeys(
+    ("Stages", "cut", "gpt_stages", "hugging_face_stages"), "hpczero.parallel.pipeline.stages"
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -350,7 +350,7 @@ class Pipeline:
                 "for, so norms and skipped steps would not be those of all stages; pass both the same topology"
             )
         lists = schedule_of(schedule, group.size, micro_batches, chunks=chunks)
-        self.simulation: Simulation = simulate(lists, micro_batches, chunks=chunks)
+        self.simulation: Simulation = simulate(lists, chunks=chunks)
         self.micro_batches = micro_batches
         if reduce not in REDUCE:
             raise ConfigError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCE)}")

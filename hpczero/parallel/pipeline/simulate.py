@@ -1,15 +1,11 @@
-"""Simulation: the lists of all stages run against each other, before anything is computed.
+"""Schedules: what each stage of a pipeline does in one step, and how long each stage stands still.
 
-Owns: what is wrong with a set of lists, and how long each stage stands still. Must not know: torch, MPI, models, by
-which schedule lists were made.
-
-Found are: an action that comes twice or never, a backward before its forward, messages of one boundary that are sent in
-another order than they are taken, a reduction before the last backward, and lists in which stages wait for each other.
+A schedule is a list of actions for each stage. ``simulate`` runs the lists against each other before anything is
+computed, and says how long a step takes and how many forwards wait at a time. Nothing here needs torch or MPI.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -21,13 +17,13 @@ from hpczero.errors import ConfigError, PlanError
 # A stage is a rank of the pipeline. With ``chunks`` above 1 it has several runs of blocks: of ``p`` stages, chunk c of
 # stage s is piece ``c * p + s`` of the model, and a micro-batch passes the pieces in this order.
 #
-#     1F1B, 3 stages, 4 micro-batches     stage 0   F0 F1 F2 B0 F3 B1 B2 B3*
-#     * reduces                           stage 1   F0 F1 B0 F2 B1 F3 B2 B3*
-#                                         stage 2   F0 B0 F1 B1 F2 B2 F3 B3*
+#     1F1B, 3 stages, 4 micro-batches     stage 0   F0 F1 F2 B0 F3 B1 B2 B3
+#                                         stage 1   F0 F1 B0 F2 B1 F3 B2 B3
+#                                         stage 2   F0 B0 F1 B1 F2 B2 F3 B3
 #
 # Backwards come in the order of micro-batches in every schedule. Gradients are therefore added up in the same order,
-# and all schedules give the same bits. The last backward of a stage reduces the gradients of all its chunks. Before it
-# some gradients are not complete; units that are complete when it begins are reduced while it computes.
+# and all schedules give the same bits. The last action of a stage is a backward: before it some gradients are not
+# complete.
 #
 # Source: Huang et al., GPipe, arXiv 1811.06965; Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2 (issue 19).
 
@@ -42,14 +38,11 @@ class Action(NamedTuple):
         kind: "F" or "B".
         micro_batch: from 0.
         chunk: of this stage's chunks, from 0.
-        reduces: whether gradients are complete after it. They are reduced then, or before, where this and the last ones
-            have no graph, because what they would train is frozen.
     """
 
     kind: Literal["F", "B"]
     micro_batch: int
     chunk: int = 0
-    reduces: bool = False
 
     def __str__(self) -> str:
         what = "forward" if self.kind == "F" else "backward"
@@ -84,20 +77,25 @@ def schedule_of(
             "pipeline schedule: interleaved needs several chunks of blocks on each stage, got 1; cut the model with "
             "interleave=2 or more, or take schedule='1f1b'"
         )
-    if chunks > 1 and name != "gpipe":
-        if micro_batches % stages:
-            raise ConfigError(
-                f"pipeline schedule: interleaved runs micro-batches in groups of as many as there are stages, got "
-                f"{micro_batches} micro-batches for {stages} stages, expected a multiple; change the number of "
-                "micro-batches, cut without interleave, or take schedule='gpipe'"
-            )
-        return tuple(_interleaved(stage, stages, micro_batches, chunks) for stage in range(stages))
-    if name == "gpipe":
-        one = _marked(
-            [*_forwards(stages, micro_batches, chunks), *_all_backwards(micro_batches, chunks)]
+    if chunks > 1 and name != "gpipe" and micro_batches % stages:
+        raise ConfigError(
+            f"pipeline schedule: interleaved runs micro-batches in groups of as many as there are stages, got "
+            f"{micro_batches} micro-batches for {stages} stages, expected a multiple; change the number of "
+            "micro-batches, cut without interleave, or take schedule='gpipe'"
         )
-        return (one,) * stages
-    return tuple(_one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages))
+    forwards = forwards_of(stages, micro_batches, chunks=chunks)
+    if name == "gpipe":
+        in_order = (
+            Action("B", i, c) for c in reversed(range(chunks)) for i in range(micro_batches)
+        )
+        return ((*forwards, *in_order),) * stages
+    backwards = [Action("B", a.micro_batch, chunks - 1 - a.chunk) for a in forwards]
+    if chunks == 1:
+        ahead = [stages - stage - 1 for stage in range(stages)]
+    else:
+        # A backward has twice the way of a forward until the two meet; then every chunk but one runs ahead.
+        ahead = [2 * (stages - stage - 1) + (chunks - 1) * stages for stage in range(stages)]
+    return tuple(_alternating(forwards, backwards, ahead=number) for number in ahead)
 
 
 def forwards_of(stages: int, micro_batches: int, *, chunks: int = 1) -> tuple[Action, ...]:
@@ -106,52 +104,21 @@ def forwards_of(stages: int, micro_batches: int, *, chunks: int = 1) -> tuple[Ac
     Micro-batches pass in groups of as many as there are stages, so that a stage waits for the last piece of a group as
     little as can be. The last group may be smaller.
     """
-    return tuple(_forwards(stages, micro_batches, chunks))
-
-
-def _forwards(stages: int, micro_batches: int, chunks: int) -> list[Action]:
-    return [
+    return tuple(
         Action("F", micro_batch, chunk)
         for begin in range(0, micro_batches, stages)
         for chunk in range(chunks)
         for micro_batch in range(begin, min(begin + stages, micro_batches))
-    ]
-
-
-def _all_backwards(micro_batches: int, chunks: int) -> list[Action]:
-    return [
-        Action("B", i, chunk) for chunk in reversed(range(chunks)) for i in range(micro_batches)
-    ]
-
-
-def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
-    forwards = [Action("F", i) for i in range(micro_batches)]
-    backwards = [Action("B", i) for i in range(micro_batches)]
-    return _alternating(forwards, backwards, ahead=stages - stage - 1)
-
-
-def _interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-    forwards = _forwards(stages, micro_batches, chunks)
-    backwards = [Action("B", a.micro_batch, chunks - 1 - a.chunk) for a in forwards]
-    # A backward has twice the way of a forward until the two meet; then every chunk but one runs ahead.
-    ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages
-    return _alternating(forwards, backwards, ahead=ahead)
+    )
 
 
 def _alternating(
     forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int
 ) -> tuple[Action, ...]:
     """``ahead`` forwards, then one forward and one backward in turn, then the backwards that are left."""
-    ahead = min(ahead, len(forwards))
-    actions = list(forwards[:ahead])
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        actions += [forward, backward]
-    return _marked([*actions, *backwards[len(forwards) - ahead :]])
-
-
-def _marked(actions: list[Action]) -> tuple[Action, ...]:
-    """The last one is a backward, and reduces."""
-    return (*actions[:-1], actions[-1]._replace(reduces=True))
+    later, waiting = forwards[ahead:], backwards[max(len(forwards) - ahead, 0) :]
+    turns = [action for pair in zip(later, backwards, strict=False) for action in pair]
+    return (*forwards[:ahead], *turns, *waiting)
 
 
 Key = tuple[str, int, int]  # kind, piece of the model, micro-batch
@@ -210,27 +177,21 @@ class Simulation:
 
 def simulate(
     lists: Sequence[Sequence[Action]],
-    micro_batches: int,
     *,
     chunks: int = 1,
     costs: Costs | None = None,
-    trains: bool = True,
 ) -> Simulation:
     """Run the lists.
 
     Args:
         lists: the actions of every stage.
-        micro_batches: of one step.
         chunks: runs of blocks on each stage.
         costs: None: a backward takes twice as long as a forward, messages nothing.
-        trains: whether there are backwards.
 
     Raises:
-        PlanError: the lists cannot run, or would not give the gradients of the step; names stages and actions.
+        PlanError: stages wait for each other; names them and their actions.
     """
     costs = costs or Costs()
-    _check_complete(lists, micro_batches, chunks, trains=trains)
-    _check_order_of_messages(lists)
     stages, last = len(lists), len(lists) * chunks - 1
     done: dict[Key, float] = {}
     place, clock, busy = [0] * stages, [0.0] * stages, [0.0] * stages
@@ -253,7 +214,12 @@ def simulate(
                 done[action.kind, piece, action.micro_batch] = clock[stage]
                 place[stage] += 1
         if sum(place) == before:
-            raise PlanError(f"pipeline: the stages wait for each other: {_stand(lists, place)}")
+            where = [
+                f"before the {actions[at]}" if at < len(actions) else "at its end"
+                for actions, at in zip(lists, place, strict=True)
+            ]
+            found = "; ".join(f"stage {stage} {text}" for stage, text in enumerate(where))
+            raise PlanError(f"pipeline: the stages wait for each other: {found}")
     return Simulation(max(clock), tuple(busy), tuple(most))
 
 
@@ -263,62 +229,3 @@ def _needs(action: Action, piece: int, last: int) -> list[Key]:
     if action.kind == "F":
         return [("F", piece - 1, i)] if piece else []
     return [("F", piece, i), *([("B", piece + 1, i)] if piece < last else [])]
-
-
-def _stand(lists: Sequence[Sequence[Action]], place: Sequence[int]) -> str:
-    """At which action each stage stands, in words."""
-    found = [
-        f"stage {stage} before the {actions[at]}"
-        if at < len(actions)
-        else f"stage {stage} at its end"
-        for stage, (actions, at) in enumerate(zip(lists, place, strict=True))
-    ]
-    return "; ".join(found)
-
-
-def _check_complete(
-    lists: Sequence[Sequence[Action]], micro_batches: int, chunks: int, *, trains: bool
-) -> None:
-    kinds: tuple[Literal["F", "B"], ...] = ("F", "B") if trains else ("F",)
-    every = range(micro_batches)
-    expected = {Action(k, i, c) for k in kinds for c in range(chunks) for i in every}
-    for stage, actions in enumerate(lists):
-        seen = Counter(action._replace(reduces=False) for action in actions)
-        for action in sorted(expected | seen.keys()):
-            times, right = seen[action], int(action in expected)
-            if times != right:
-                raise PlanError(
-                    f"pipeline stage {stage}: the {action} comes {times} times, expected {right}"
-                )
-        _check_reductions(stage, actions)
-
-
-def _check_reductions(stage: int, actions: Sequence[Action]) -> None:
-    """Gradients are reduced once, when all have come."""
-    for place, action in enumerate(actions):
-        last = place == len(actions) - 1 and action.kind == "B"
-        if action.reduces != last:
-            found = "reduces" if action.reduces else "does not reduce"
-            raise PlanError(
-                f"pipeline stage {stage}: the {action}, action {place + 1} of {len(actions)}, {found} gradients; "
-                "expected of the last action, a backward, and of no other"
-            )
-
-
-def _check_order_of_messages(lists: Sequence[Sequence[Action]]) -> None:
-    """The first message of a boundary says what the others are like, so it must be the first on both sides."""
-    stages = len(lists)
-    order: dict[tuple[str, int], list[int]] = {}
-    for stage, actions in enumerate(lists):
-        for action in actions:
-            key = (action.kind, action.chunk * stages + stage)
-            order.setdefault(key, []).append(action.micro_batch)
-    for (kind, piece), sent in order.items():
-        to = piece + 1 if kind == "F" else piece - 1
-        taken = order.get((kind, to), sent)
-        if taken != sent:
-            raise PlanError(
-                f"pipeline: stage {piece % stages} sends micro-batches {sent} of piece {piece} in this order, and "
-                f"stage {to % stages} takes them as {taken}, {'forward' if kind == 'F' else 'backward'}; expected one "
-                "order"
-            )

@@ -1,7 +1,4 @@
-"""Stages: a model cut into the stages of a pipeline, each with some of its blocks.
-
-Owns: which modules lie on which stage, names in the whole model, and the forward of a stage. Must not know: shards,
-MPI, schedules, any model.
+"""Stages: a model cut into the stages of a pipeline, each with some of its blocks; and how known models are cut.
 
     whole model     before | block 0 .. block n-1 | after
     2 stages        before, blocks 0 .. k-1  |  blocks k .. n-1, after
@@ -15,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +68,7 @@ def _is_of_torch(hook: object) -> bool:
 
 @dataclass(frozen=True)
 class Owners:
-    """Of one model.
+    """Which stage holds what of one model.
 
     Attributes:
         stage_of_block: by the block's name in its container.
@@ -85,38 +82,22 @@ class Owners:
     tied: Mapping[str, Mapping[int, str]]
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        blocks: str,
-        before: Sequence[str],
-        after: Sequence[str],
-        counts: Sequence[int],
-        stages: int,
-    ) -> Owners:
-        """Find the owner of everything.
-
-        Args:
-            model: whole.
-            blocks: name of the container, which is one.
-            before: names on the first stage.
-            after: names on the last stage.
-            counts: blocks of each piece.
-            stages: their number.
+    def of(cls, model: nn.Module, how: Stages, counts: Sequence[int], stages: int) -> Owners:
+        """Find the owner of everything in the whole ``model``, whose pieces have ``counts`` blocks.
 
         Raises:
             PlanError: a name that is none, or is listed twice; a parameter or persistent buffer that no stage or
                 several stages would hold.
         """
-        _check_names(model, blocks, before, after)
-        keys = list(model.get_submodule(blocks)._modules)
+        _check_names(model, how)
+        keys = list(model.get_submodule(how.blocks)._modules)
         pieces = [piece for piece, count in enumerate(counts) for _ in range(count)]
         stage_of_block = {key: piece % stages for key, piece in zip(keys, pieces, strict=True)}
-        places = {f"{blocks}.{key}": stage for key, stage in stage_of_block.items()}
-        places |= dict.fromkeys(before, 0) | dict.fromkeys(after, stages - 1)
+        places = {f"{how.blocks}.{key}": stage for key, stage in stage_of_block.items()}
+        places |= dict.fromkeys(how.before, 0) | dict.fromkeys(how.after, stages - 1)
         aliases: dict[str, str] = {}
         tied: dict[str, dict[int, str]] = {}
-        for names in _names_of(model.named_parameters(remove_duplicate=False)):
+        for names in _names_of(dict(model.named_parameters(remove_duplicate=False))):
             aliases |= dict.fromkeys(names[1:], names[0])
             found = _stages_of(names, places, "parameter")
             if len(found) > 1:
@@ -127,7 +108,7 @@ class Owners:
                         "Choose another balance, or give each its own parameter"
                     )
                 tied[names[0]] = found
-        for names in _names_of(persistent_buffers(model, duplicates=True).items()):
+        for names in _names_of(persistent_buffers(model, duplicates=True)):
             found = _stages_of(names, places, "persistent buffer")
             if len(found) > 1:
                 raise PlanError(
@@ -151,12 +132,12 @@ def persistent_buffers(model: nn.Module, *, duplicates: bool = False) -> dict[st
     return found
 
 
-def _names_of(named: object) -> Iterator[list[str]]:
+def _names_of(named: Mapping[str, Tensor]) -> Iterable[list[str]]:
     """All names of each tensor, in the order of first names."""
     names: dict[int, list[str]] = {}
-    for name, tensor in named:  # type: ignore[attr-defined]
+    for name, tensor in named.items():
         names.setdefault(id(tensor), []).append(name)
-    yield from names.values()
+    return names.values()
 
 
 def _stages_of(names: Sequence[str], places: Mapping[str, int], what: str) -> dict[int, str]:
@@ -175,38 +156,35 @@ def _stages_of(names: Sequence[str], places: Mapping[str, int], what: str) -> di
     return found
 
 
-def _check_names(
-    model: nn.Module, blocks: str, before: Sequence[str], after: Sequence[str]
-) -> None:
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+def _check_names(model: nn.Module, how: Stages) -> None:
+    listed = (model.named_modules, model.named_parameters, model.named_buffers)
+    known = {name for named in listed for name, _ in named(remove_duplicate=False)}
+    blocks = how.blocks
     seen: set[str] = set()
-    for where, names in (("before", before), ("after", after)):
+    for where, names in (("before", how.before), ("after", how.after)):
         for name in names:
             if name not in known or not name:
                 raise PlanError(
                     f"stages: {where} names {name!r}, which is no module, parameter or buffer of the model; use names "
                     "as model.named_modules() lists them"
                 )
-            inside = (
-                blocks == name or blocks.startswith(f"{name}.") or name.startswith(f"{blocks}.")
-            )
-            if inside:
+            if _overlap(blocks, name):
                 raise PlanError(
                     f"stages: {where} names {name!r}, and the blocks are in {blocks!r}; name what lies beside the "
                     "blocks, not what they are in or what is in them"
                 )
-            nested = next(
-                (n for n in seen if f"{name}.".startswith(f"{n}.") or n.startswith(f"{name}.")),
-                None,
-            )
+            nested = next((other for other in seen if _overlap(other, name)), None)
             if nested is not None:
                 raise PlanError(
                     f"stages: {nested!r} and {name!r} in before and after are the same or one in the other; name each "
                     "module once, and give each of two that share a weight a name of its own"
                 )
             seen.add(name)
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether the names are those of one module, or of a module and one in it."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 STAGE = "_hpczero_stage"  # in the ``__dict__`` of a model that was cut
@@ -232,7 +210,7 @@ class Stages:
     before: tuple[str, ...]
     after: tuple[str, ...]
     enter: Callable[..., Tensor]
-    call: Callable[[nn.Module, nn.Module, Tensor], Tensor]
+    call: Callable[..., Tensor]
     leave: Callable[..., Any]
 
 
@@ -277,12 +255,8 @@ class StageForward:
         names += self._stages.before if self.is_first(chunk) else ()
         names += self._stages.after if self.is_last(chunk) else ()
         paths = tuple(f"{name}." for name in names)
-        trained = (
-            name
-            for name, parameter in self._model.named_parameters(remove_duplicate=False)
-            if parameter.requires_grad
-        )
-        return any(f"{name}.".startswith(paths) for name in trained)
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        return any(f"{name}.".startswith(paths) for name, p in parameters if p.requires_grad)
 
     def __call__(
         self, *inputs: Any, targets: tuple[Any, ...] = (), chunk: int | None = None
@@ -300,9 +274,13 @@ class StageForward:
         Raises:
             StepError: the model was called by itself.
         """
-        if chunk is None:
-            chunk = self._alone()
         model, stages = self._model, self._stages
+        if chunk is None and self.group.size > 1:
+            raise StepError(
+                f"{type(model).__name__} was called by itself, and this rank has stage {self.group.rank} of "
+                f"{self.group.size} alone; call evaluate or outputs of hpczero.Pipeline, on every stage"
+            )
+        chunk = chunk or 0
         if self.is_first(chunk):
             x = stages.enter(model, *inputs)
         else:
@@ -311,15 +289,6 @@ class StageForward:
         for name in self.chunks[chunk]:
             x = stages.call(model, container.get_submodule(name), x)
         return stages.leave(model, x, *targets) if self.is_last(chunk) else x
-
-    def _alone(self) -> int:
-        """The chunk of a call that says none: it is for the whole model."""
-        if self.group.size > 1:
-            raise StepError(
-                f"{type(self._model).__name__} was called by itself, and this rank has stage {self.group.rank} of "
-                f"{self.group.size} alone; call evaluate or outputs of hpczero.Pipeline, on every stage"
-            )
-        return 0
 
 
 def cut(
@@ -356,7 +325,7 @@ def cut(
         check_model(model)
         container = _container(model, stages.blocks)
         counts = _balance(len(container._modules), group.size, interleave, balance)
-        owners = Owners.of(model, stages.blocks, stages.before, stages.after, counts, group.size)
+        owners = Owners.of(model, stages, counts, group.size)
         part = _part(model, owners, group)
     _check_equal(model, topology, (stages.blocks, stages.before, stages.after, counts))
     tensors = [*model.parameters(), *persistent_buffers(model).values()]
@@ -451,7 +420,6 @@ def _part(model: nn.Module, owners: Owners, group: Group) -> ModelPart:
 
 
 def _check_equal(model: nn.Module, topology: Topology, decisions: object) -> None:
-    """All ranks must cut the same model the same way."""
     tensors = [*model.named_parameters(), *persistent_buffers(model).items()]
     described = [(name, tuple(t.shape), str(t.dtype), t.is_meta) for name, t in tensors]
     words = topology.gather(float(zlib.crc32(repr((described, decisions)).encode())))
@@ -485,33 +453,27 @@ def gpt_stages(model: Any) -> Stages:
             "expected separator None, or one stage"
         )
 
-    def enter(model: Any, *inputs: Any) -> Any:
-        return model.embed(*inputs)
-
-    def call(model: Any, block: Any, x: Any) -> Any:
-        return model.run(block, x)
-
-    def leave(model: Any, x: Any, *targets: Any) -> Any:
-        return model.head(x, *targets)
-
     positions = () if model.wpe is None else ("wpe",)
-    return Stages("blocks", ("wte", *positions), ("final_norm", "lm_head"), enter, call, leave)
+    return Stages(
+        "blocks",
+        ("wte", *positions),
+        ("final_norm", "lm_head"),
+        enter=lambda model, tokens: model.embed(tokens),
+        call=lambda model, block, x: model.run(block, x),
+        leave=lambda model, x, *targets: model.head(x, *targets),
+    )
 
 
 def llama_stages(model: Any) -> Stages:
     """The stages of ``hpczero.models.Llama``, which has Hugging Face's names and no mask to pass on."""
-
-    def enter(model: Any, tokens: Any) -> Any:
-        return model.model.embed_tokens(tokens)
-
-    def call(model: Any, block: Any, x: Any) -> Any:
-        return model.model.run(block, x)
-
-    def leave(model: Any, x: Any, *targets: Any) -> Any:
-        return model.head(model.model.norm(x), *targets)
-
-    before, after = ("model.embed_tokens",), ("model.norm", "lm_head")
-    return Stages("model.layers", before, after, enter, call, leave)
+    return Stages(
+        "model.layers",
+        ("model.embed_tokens",),
+        ("model.norm", "lm_head"),
+        enter=lambda model, tokens: model.model.embed_tokens(tokens),
+        call=lambda model, block, x: model.model.run(block, x),
+        leave=lambda model, x, *targets: model.head(model.model.norm(x), *targets),
+    )
 
 
 def hugging_face_stages(model: Any) -> Stages:
@@ -527,52 +489,49 @@ def hugging_face_stages(model: Any) -> Stages:
     """
     kind = type(model).__name__
     if kind == "LlamaForCausalLM":
-        return _llama_stages()
+        return Stages(
+            "model.layers",
+            ("model.embed_tokens",),
+            ("model.norm", "lm_head"),
+            enter=lambda model, tokens: model.model.embed_tokens(tokens),
+            call=_call_llama,
+            leave=lambda model, x, *labels: _loss(
+                model, model.lm_head(model.model.norm(x)), *labels
+            ),
+        )
     if kind == "GPT2LMHeadModel":
-        return _gpt2_stages()
+        return Stages(
+            "transformer.h",
+            ("transformer.wte", "transformer.wpe"),
+            ("transformer.ln_f", "lm_head"),
+            enter=_enter_gpt2,
+            call=_call_gpt2,
+            leave=lambda model, x, *labels: _loss(
+                model, model.lm_head(model.transformer.ln_f(x)), *labels
+            ),
+        )
     raise PlanError(
         f"hugging_face_stages: got {kind}, expected LlamaForCausalLM or GPT2LMHeadModel; say in "
         "hpczero.parallel.Stages how its forward falls into parts"
     )
 
 
-def _llama_stages() -> Stages:
-    def enter(model: Any, tokens: Any) -> Any:
-        return model.model.embed_tokens(tokens)
-
-    def call(model: Any, block: Any, x: Any) -> Any:
-        positions, mask = _positions_and_mask(model.model, x)
-        rotary = model.model.rotary_emb(x, position_ids=positions)
-        return block(
-            x,
-            attention_mask=mask,
-            position_embeddings=rotary,
-            position_ids=positions,
-            use_cache=False,
-        )
-
-    def leave(model: Any, x: Any, *labels: Any) -> Any:
-        return _loss(model, model.lm_head(model.model.norm(x)), *labels)
-
-    before, after = ("model.embed_tokens",), ("model.norm", "lm_head")
-    return Stages("model.layers", before, after, enter, call, leave)
+def _call_llama(model: Any, block: Any, x: Any) -> Any:
+    positions, mask = _positions_and_mask(model.model, x)
+    rotary = model.model.rotary_emb(x, position_ids=positions)
+    options = {"attention_mask": mask, "position_embeddings": rotary, "position_ids": positions}
+    return block(x, **options, use_cache=False)
 
 
-def _gpt2_stages() -> Stages:
-    def enter(model: Any, tokens: Any) -> Any:
-        base = model.transformer
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        return base.drop(base.wte(tokens) + base.wpe(positions))
+def _enter_gpt2(model: Any, tokens: Any) -> Any:
+    base = model.transformer
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    return base.drop(base.wte(tokens) + base.wpe(positions))
 
-    def call(model: Any, block: Any, x: Any) -> Any:
-        positions, mask = _positions_and_mask(model.transformer, x)
-        return block(x, None, mask, None, use_cache=False, position_ids=positions)
 
-    def leave(model: Any, x: Any, *labels: Any) -> Any:
-        return _loss(model, model.lm_head(model.transformer.ln_f(x)), *labels)
-
-    before, after = ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head")
-    return Stages("transformer.h", before, after, enter, call, leave)
+def _call_gpt2(model: Any, block: Any, x: Any) -> Any:
+    positions, mask = _positions_and_mask(model.transformer, x)
+    return block(x, None, mask, None, use_cache=False, position_ids=positions)
 
 
 def _positions_and_mask(base: Any, x: Any) -> tuple[Any, Any]:

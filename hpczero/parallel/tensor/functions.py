@@ -1,7 +1,5 @@
 """What activations pass through where a layer is cut over ranks: an exchange forward, and its adjoint backward.
 
-Owns: which exchange belongs to which, and derivatives of every order and mode. Must not know: layers, parameters, MPI.
-
     enter      identity       | sum             whole on all ranks -> used by each in its own way
     leave      sum            | identity        partial sums -> whole on all ranks
     gather     gather         | sum, own part   own tokens -> all of them, used by each in its own way
@@ -143,6 +141,26 @@ def own_masks(rank: int, device: torch.device) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(own)
         yield
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]  # q, k, v, rotary, dropout
+
+
+def attend_by_own_masks(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    rotary: bool,
+    dropout: float,
+    *,
+    sums: Sums,
+    inner: Attend,
+) -> Tensor:
+    """Attention ``inner`` where each rank has other heads, and drops by masks of its own."""
+    if dropout == 0.0:
+        return inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)
+    with own_masks(sums.rank, q_BHTD.device):
+        return inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)
 
 
 class PartDropout(nn.Dropout):

@@ -1,7 +1,5 @@
 """Layers of which each rank has a part: linear ones cut by outputs or by inputs, an embedding cut by its vocabulary.
 
-Owns: their products, and that padding stays zero. Must not know: how a model is cut (``split``), MPI, shards.
-
     column  y_own = x W_own^T + b_own     x enters whole, outputs stay in parts (or are joined)
     row     y = sum of x_own W_own^T + b  inputs come in parts, the sum leaves whole; the bias is added once
 
@@ -31,15 +29,45 @@ from hpczero.plan.placement import Placement
 TIME = -2
 
 
-class ColumnLinear(nn.Module):
-    """A linear layer whose outputs are cut over the ranks.
+class PartLayer(nn.Module):
+    """A layer whose weight is cut over the ranks.
 
     Attributes:
         placement: of the weight.
-        sums: over the ranks.
-        sequence: whether inputs are own tokens, to be gathered along time.
+        sums: over the ranks; borrowed.
+        sequence: whether activations outside of the layer are those of own tokens.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        placement: Placement,
+        sums: Sums,
+        *,
+        sequence: bool = False,
+    ) -> None:
+        """``weight``: of shape ``placement.local_shape``, padding included. Not collective."""
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.placement, self.sums, self.sequence = placement, sums, sequence
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' ``partial``, of own tokens under sequence parallelism. Collective."""
+        return scatter(partial, self.sums, TIME) if self.sequence else leave(partial, self.sums)
+
+    @override
+    def extra_repr(self) -> str:
+        placed = self.placement
+        return f"{placed.local_shape} of {placed.shape}, part {placed.part} of {placed.parts}"
+
+
+class ColumnLinear(PartLayer):
+    """A linear layer whose outputs are cut over the ranks: weight (own outputs, inputs), bias (own outputs,) or None.
+
+    Attributes:
         entered: whether inputs have passed ``enter`` or ``gather`` already, once for several layers.
-        joined: whether outputs are gathered, padding left out.
+        joined: whether outputs are gathered, padding left out; for one strip.
     """
 
     def __init__(
@@ -53,22 +81,9 @@ class ColumnLinear(nn.Module):
         entered: bool = False,
         joined: bool = False,
     ) -> None:
-        """Not collective.
-
-        Args:
-            weight: (own outputs, inputs), padding included.
-            bias: (own outputs,) or None.
-            placement: of the weight, cut along dimension 0.
-            sums: borrowed.
-            sequence: as the attribute.
-            entered: as the attribute.
-            joined: as the attribute; for one strip.
-        """
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.placement, self.sums = placement, sums
-        self.sequence, self.entered, self.joined = sequence, entered, joined
+        """As of ``PartLayer``."""
+        super().__init__(weight, bias, placement, sums, sequence=sequence)
+        self.entered, self.joined = entered, joined
 
     @property
     def in_features(self) -> int:
@@ -88,42 +103,9 @@ class ColumnLinear(nn.Module):
         out = F.linear(input, self.weight, self.bias)
         return joined(out, self.sums, self.placement) if self.joined else out
 
-    @override
-    def extra_repr(self) -> str:
-        return _described(self.placement)
 
-
-class RowLinear(nn.Module):
-    """A linear layer whose inputs are cut over the ranks; its bias is whole on all of them.
-
-    Attributes:
-        placement: of the weight.
-        sums: over the ranks.
-        sequence: whether the sum is cut along time.
-    """
-
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        placement: Placement,
-        sums: Sums,
-        *,
-        sequence: bool = False,
-    ) -> None:
-        """Not collective.
-
-        Args:
-            weight: (outputs, own inputs), padding included.
-            bias: (outputs,) or None.
-            placement: of the weight, cut along dimension 1.
-            sums: borrowed.
-            sequence: as the attribute.
-        """
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.placement, self.sums, self.sequence = placement, sums, sequence
+class RowLinear(PartLayer):
+    """A linear layer whose inputs are cut over the ranks: weight (outputs, own inputs), bias (outputs,) or None."""
 
     @property
     def in_features(self) -> int:
@@ -141,23 +123,15 @@ class RowLinear(nn.Module):
         weight: Tensor = self.weight
         if self.placement.is_padded:  # see [Note: Padding]
             input, weight = (_without_padding(x, self.placement) for x in (input, weight))
-        out = F.linear(input, weight)
-        out = scatter(out, self.sums, TIME) if self.sequence else leave(out, self.sums)
+        out = self.leave(F.linear(input, weight))
         # Under autocast products are in half precision; so is what a plain layer returns, its bias included.
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
-    @override
-    def extra_repr(self) -> str:
-        return _described(self.placement)
 
-
-class VocabularyEmbedding(nn.Module):
-    """An embedding of which each rank has some rows. Rows of other ranks count as zero in the sum.
+class VocabularyEmbedding(PartLayer):
+    """An embedding of which each rank has some rows, (own ids, features). Rows of other ranks count as zero in the sum.
 
     Attributes:
-        placement: of the weight.
-        sums: over the ranks.
-        sequence: whether the sum is cut along time.
         padding_idx: id whose row has no gradient, of the whole vocabulary; or None.
     """
 
@@ -170,25 +144,14 @@ class VocabularyEmbedding(nn.Module):
         sequence: bool = False,
         padding_idx: int | None = None,
     ) -> None:
-        """Not collective.
-
-        Args:
-            weight: (own ids, features), padding included.
-            placement: of the weight, cut along dimension 0 in one strip.
-            sums: borrowed.
-            sequence: as the attribute.
-            padding_idx: as the attribute.
-        """
-        super().__init__()
-        self.weight = weight
-        self.placement, self.sums, self.sequence = placement, sums, sequence
+        """As of ``PartLayer``."""
+        super().__init__(weight, None, placement, sums, sequence=sequence)
         self.padding_idx = padding_idx
-        self.words = words_of(placement)
 
     @property
     def num_embeddings(self) -> int:
         """Ids of the whole vocabulary."""
-        return self.words.size
+        return self.placement.shape[0]
 
     @property
     def embedding_dim(self) -> int:
@@ -203,7 +166,7 @@ class VocabularyEmbedding(nn.Module):
             IndexError: an id is not in the vocabulary; on the host alone, as torch.
             CommError: ranks were given other ids; on the host alone, and on every rank.
         """
-        first, held, size = self.words
+        first, held, size = words_of(self.placement)
         wrong = (input < 0) | (input >= size)
         if input.device.type == "cpu":
             if wrong.any():
@@ -222,11 +185,7 @@ class VocabularyEmbedding(nn.Module):
             out = torch.where(stopped[..., None], out.detach(), out)
         out = out.masked_fill(other[..., None], 0.0)
         compare("token ids", input, self.sums)
-        return scatter(out, self.sums, TIME) if self.sequence else leave(out, self.sums)
-
-    @override
-    def extra_repr(self) -> str:
-        return _described(self.placement)
+        return self.leave(out)
 
 
 def words_of(placement: Placement) -> Words:
@@ -247,9 +206,3 @@ def _without_padding(x: Tensor, placement: Placement) -> Tensor:
         return x[..., :owned]
     strips = x.reshape(*x.shape[:-1], placement.strips, placement.room)
     return strips[..., :owned].flatten(-2)
-
-
-def _described(placement: Placement) -> str:
-    return (
-        f"{placement.local_shape} of {placement.shape}, part {placement.part} of {placement.parts}"
-    )

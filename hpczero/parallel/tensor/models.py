@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from hpczero.comm.sums import Sums
 from hpczero.errors import PlanError
 from hpczero.models.config import GPTConfig
-from hpczero.models.gpt import Attention, attend
-from hpczero.parallel.tensor.functions import Kept, Rule, Split, own_masks
+from hpczero.models.gpt import Attention
+from hpczero.parallel.tensor.functions import Kept, Rule, Split, attend_by_own_masks
 from hpczero.parallel.tensor.layers import ColumnLinear, joined, words_of
 from hpczero.parallel.tensor.loss import split_cross_entropy
 from hpczero.plan.placement import Placement
@@ -64,16 +63,12 @@ def _finish(model: nn.Module, sums: Sums, sequence: bool) -> None:
     """Have the model call what knows of parts. A pipeline stage may have no head."""
     head = getattr(model, "lm_head", None)
     if isinstance(head, ColumnLinear):
-        finish = partial(_all_logits, sums=sums, placement=head.placement)
+        finish = partial(joined, sums=sums, placement=head.placement)
         loss = partial(_mean_loss, sums=sums, placement=head.placement)
         model.__dict__.update(finish_logits=finish, mean_loss=loss)
     for module in model.modules():
         if isinstance(module, Attention) and module.dropout > 0.0:
-            module.attend = partial(_attend, sums=sums, inner=module.attend)
-
-
-def _all_logits(logits_BTV: Tensor, *, sums: Sums, placement: Placement) -> Tensor:
-    return joined(logits_BTV, sums, placement)
+            module.attend = partial(attend_by_own_masks, sums=sums, inner=module.attend)
 
 
 def _mean_loss(
@@ -88,23 +83,6 @@ def _mean_loss(
         reduction="sum",
     )
     return total / targets_BT.numel()
-
-
-def _attend(
-    q_BHTD: Tensor,
-    k_BHTD: Tensor,
-    v_BHTD: Tensor,
-    rotary: bool,
-    dropout: float,
-    *,
-    sums: Sums,
-    inner: Callable[[Tensor, Tensor, Tensor, bool, float], Tensor] = attend,
-) -> Tensor:
-    """Each rank has other heads, and drops by masks of its own."""
-    if dropout == 0.0:
-        return inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)
-    with own_masks(sums.rank, q_BHTD.device):
-        return inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)
 
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")

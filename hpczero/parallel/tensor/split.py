@@ -1,11 +1,8 @@
 """split: a plain model becomes this rank's part of it, cut over the tensor parallel ranks.
 
-Owns: the order of doing so, and the layers that take the place of plain ones. Must not know: shards, MPI, which models
-there are.
-
-    model = split(model, topology, gpt_rule(config))     # before the optimizer is made
-    optimizer = torch.optim.AdamW(model.parameters())
-    zeroify(model, optimizer, topology=topology)
+model = split(model, topology, gpt_rule(config))     # before the optimizer is made
+optimizer = torch.optim.AdamW(model.parameters())
+zeroify(model, optimizer, topology=topology)
 """
 
 from __future__ import annotations
@@ -24,15 +21,16 @@ from hpczero.errors import ConfigError, PlanError
 from hpczero.job.topology import Topology
 from hpczero.models.gpt import GPT, Attention
 from hpczero.parallel.tensor.functions import (
+    Attend,
     Kept,
     PartDropout,
     Rule,
+    attend_by_own_masks,
     check_streams,
     compare_inputs,
     enter,
     exchange,
     gather,
-    own_masks,
     own_part,
     whole,
 )
@@ -118,7 +116,11 @@ def close(model: nn.Module) -> None:
 class PositionEmbedding(nn.Embedding):
     """An embedding of positions that every rank holds whole, and whose output it keeps of own tokens."""
 
-    sums: Sums
+    def __init__(self, plain: nn.Embedding, sums: Sums) -> None:
+        """Take the place of ``plain``, with its weight."""
+        rows, features = plain.weight.shape
+        super().__init__(rows, features, plain.padding_idx, _weight=plain.weight)
+        self.weight, self.sums = plain.weight, sums
 
     def forward(self, input: Tensor) -> Tensor:
         """(own tokens, features) of (tokens,) positions. Backward is collective."""
@@ -165,17 +167,10 @@ def _give(model: nn.Module, topology: Topology) -> None:
 
 def _replacements(found: Inspection, sums: Sums, *, sequence: bool) -> dict[int, nn.Module]:
     """What takes the place of each module, by its id."""
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}  # tied parameters are one again
     replaced: dict[int, nn.Module] = {}
-
-    def cut(parameter: nn.Parameter) -> tuple[nn.Parameter, Placement]:
-        placement = found.part.placements[found.names[id(parameter)]]
-        if id(parameter) not in made:
-            made[id(parameter)] = _own(parameter, placement)
-        return made[id(parameter)], placement
-
     for layer in found.layers:
-        module = _replacement(layer, cut, sums, sequence=sequence)
+        module = _replacement(layer, found, made, sums, sequence=sequence)
         if module is not None:
             module.train(layer.module.training)
             replaced[id(layer.module)] = module
@@ -199,38 +194,38 @@ def _own(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
     return own
 
 
-def _replacement(layer: FoundLayer, cut: Any, sums: Sums, *, sequence: bool) -> nn.Module | None:
-    """The layer in place of a plain one; None where it stays. ``cut`` gives own part and placement of a parameter."""
-    module, word = layer.module, layer.word
+def _replacement(
+    layer: FoundLayer,
+    found: Inspection,
+    made: dict[int, nn.Parameter],
+    sums: Sums,
+    *,
+    sequence: bool,
+) -> nn.Module | None:
+    """The layer in place of a plain one; None where it stays. ``made``: own parts of parameters, by the whole's id."""
+
+    def cut(parameter: nn.Parameter) -> tuple[nn.Parameter, Placement]:
+        placement = found.part.placements[found.names[id(parameter)]]
+        if id(parameter) not in made:
+            made[id(parameter)] = _own(parameter, placement)
+        return made[id(parameter)], placement
+
+    module: Any = layer.module
+    word = layer.word
     if word is Kept.POSITIONS and sequence:
-        assert isinstance(module, nn.Embedding), "inspected"
-        positions = PositionEmbedding(
-            1, 1, padding_idx=None, _weight=torch.empty(1, 1, device="meta", dtype=torch.float32)
-        )
-        positions.num_embeddings, positions.embedding_dim = module.weight.shape
-        positions.weight, positions.padding_idx = module.weight, module.padding_idx
-        positions.sums = sums
-        return positions
+        return PositionEmbedding(module, sums)
     if isinstance(word, Kept):
         return None
     sequence = sequence and not word.all_tokens
     weight, placement = cut(module.weight)
     if isinstance(module, nn.Embedding):
-        return VocabularyEmbedding(
-            weight, placement, sums, sequence=sequence, padding_idx=module.padding_idx
-        )
+        padding = module.padding_idx
+        return VocabularyEmbedding(weight, placement, sums, sequence=sequence, padding_idx=padding)
     bias = None if module.bias is None else cut(module.bias)[0]
     if word.dim == 1:
         return RowLinear(weight, bias, placement, sums, sequence=sequence)
-    return ColumnLinear(
-        weight,
-        bias,
-        placement,
-        sums,
-        sequence=sequence,
-        entered=word.entered,
-        joined=word.joined,
-    )
+    joined = {"entered": word.entered, "joined": word.joined}
+    return ColumnLinear(weight, bias, placement, sums, sequence=sequence, **joined)
 
 
 def _swap(model: nn.Module, replaced: dict[int, nn.Module]) -> None:
@@ -246,43 +241,32 @@ def _swap(model: nn.Module, replaced: dict[int, nn.Module]) -> None:
 
 def _hook(found: Inspection, sums: Sums, *, sequence: bool) -> None:
     """What happens where activations come to a module, or leave it, that is not replaced."""
-
-    def entered(x: Tensor) -> Tensor:
-        return gather(x, sums, TIME) if sequence else enter(x, sums)
-
-    for module, argument in found.entries:
-        change = partial(_change_first, change=entered, argument=argument)
-        module.register_forward_pre_hook(change, with_kwargs=True)
-    for module in found.cuts:
-        cut = partial(own_part, sums=sums, dim=TIME)
+    enters = partial(gather, sums=sums, dim=TIME) if sequence else partial(enter, sums=sums)
+    cuts = partial(own_part, sums=sums, dim=TIME)
+    changes = [(module, argument, enters) for module, argument in found.entries]
+    changes += [(module, "hidden_states", cuts) for module in found.cuts]
+    for module, argument, change in changes:
         module.register_forward_pre_hook(
-            partial(_change_first, change=cut, argument="hidden_states"), with_kwargs=True
+            partial(_change_first, change=change, argument=argument), with_kwargs=True
         )
     for module in found.joins:
         module.register_forward_hook(partial(_join, sums=sums))
 
 
 def _change_first(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    change: Callable[[Tensor], Tensor],
-    argument: str,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    module: nn.Module, args: Any, kwargs: Any, *, change: Callable[[Tensor], Tensor], argument: str
+) -> tuple[Any, Any]:
     """Change the first argument, which may have been given by its name."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, argument: change(kwargs[argument])}
 
 
-def _join(module: nn.Module, args: tuple[Any, ...], output: Tensor, *, sums: Sums) -> Tensor:
+def _join(module: nn.Module, args: Any, output: Tensor, *, sums: Sums) -> Tensor:
     return whole(output, sums, TIME)
 
 
-def _look_at_streams(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sums: Sums
-) -> None:
+def _look_at_streams(module: nn.Module, args: Any, kwargs: Any, *, sums: Sums) -> None:
     """Before a forward with dropout: masks that must be equal will be."""
     if module.training:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
@@ -299,7 +283,6 @@ def _look_at_streams(
 #
 # Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, sec. 3; issue 19.
 
-Attend = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
 HEADS, ULYSSES_TIME = 1, 2  # of (B, H, T, D)
 
 
@@ -328,7 +311,7 @@ def share_sequence(model: Model, topology: Topology) -> Model:
     sums = sums_over(group)
     model.__dict__.setdefault(SUMS, []).append(sums)
     for attention in attentions:
-        attention.attend = _HeadsOfAllTokens(sums, attention.attend)
+        attention.attend = partial(_attend_to_all_tokens, sums=sums, inner=attention.attend)
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
             if isinstance(child, nn.Dropout) and child.p > 0.0:
@@ -375,31 +358,22 @@ def _attentions(model: nn.Module, size: int) -> list[Attention]:
     return found
 
 
-class _HeadsOfAllTokens:
-    """Attention over all tokens with own heads.
-
-    Attributes:
-        sums: over the ranks that share tokens.
-        inner: attention on this rank.
-    """
-
-    def __init__(self, sums: Sums, inner: Attend) -> None:
-        self.sums = sums
-        self.inner = inner
-
-    def __call__(
-        self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, rotary: bool, dropout: float
-    ) -> Tensor:
-        """(B, H, own T, D) in and out."""
-        # One exchange for the three; positions turn q and k where all tokens are.
-        three = torch.stack((q_BHTD, k_BHTD, v_BHTD))
-        q, k, v = exchange(three, self.sums, HEADS + 1, ULYSSES_TIME + 1)
-        if dropout == 0.0:
-            y = self.inner(q, k, v, rotary, dropout)
-        else:
-            with own_masks(self.sums.rank, q.device):
-                y = self.inner(q, k, v, rotary, dropout)
-        return exchange(y, self.sums, ULYSSES_TIME, HEADS)
+def _attend_to_all_tokens(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    rotary: bool,
+    dropout: float,
+    *,
+    sums: Sums,
+    inner: Attend,
+) -> Tensor:
+    """Attention over all tokens with own heads: (B, H, own T, D) in and out."""
+    # One exchange for the three; positions turn q and k where all tokens are.
+    three = torch.stack((q_BHTD, k_BHTD, v_BHTD))
+    q, k, v = exchange(three, sums, HEADS + 1, ULYSSES_TIME + 1)
+    y = attend_by_own_masks(q, k, v, rotary, dropout, sums=sums, inner=inner)
+    return exchange(y, sums, ULYSSES_TIME, HEADS)
 
 
 def _own_span(length: int, *, sums: Sums, context: int) -> range:

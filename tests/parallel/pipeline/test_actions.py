@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,33 +14,30 @@ SIZES = [(p, m) for p in range(1, 7) for m in (1, 2, 3, 5, 8, 12)]
 
 
 def words(actions: tuple[Action, ...]) -> str:
-    """F and B with micro-batch, chunk as letter where there are several, * where gradients are reduced."""
-    return " ".join(
-        f"{a.kind}{a.micro_batch}{'abc'[a.chunk] if a.chunk else ''}{'*' * a.reduces}"
-        for a in actions
-    )
+    """F and B with micro-batch, chunk as letter where there are several."""
+    return " ".join(f"{a.kind}{a.micro_batch}{'abc'[a.chunk] if a.chunk else ''}" for a in actions)
 
 
 def test_one_forward_one_backward_is_the_one_of_the_paper() -> None:
     assert [words(actions) for actions in schedule_of("1f1b", 3, 4)] == [
-        "F0 F1 F2 B0 F3 B1 B2 B3*",
-        "F0 F1 B0 F2 B1 F3 B2 B3*",
-        "F0 B0 F1 B1 F2 B2 F3 B3*",
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
     ]
 
 
 def test_interleaved_is_the_one_of_the_paper() -> None:
     """Two stages of two chunks, four micro-batches; b is the second chunk."""
     assert [words(actions) for actions in schedule_of("interleaved", 2, 4, chunks=2)] == [
-        "F0 F1 F0b F1b F2 B0b F3 B1b F2b B0 F3b B1 B2b B3b B2 B3*",
-        "F0 F1 F0b B0b F1b B1b F2 B0 F3 B1 F2b B2b F3b B3b B2 B3*",
+        "F0 F1 F0b F1b F2 B0b F3 B1b F2b B0 F3b B1 B2b B3b B2 B3",
+        "F0 F1 F0b B0b F1b B1b F2 B0 F3 B1 F2b B2b F3b B3b B2 B3",
     ]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_bubble_is_that_of_the_formula(name: str, stages: int, micro_batches: int) -> None:
-    found = simulate(schedule_of(name, stages, micro_batches), micro_batches)
+    found = simulate(schedule_of(name, stages, micro_batches))
     assert found.bubble == pytest.approx((stages - 1) / micro_batches, rel=1e-12)
     assert found.idle == (found.idle[0],) * stages
 
@@ -50,25 +47,45 @@ def test_bubble_is_that_of_the_formula(name: str, stages: int, micro_batches: in
 )
 def test_chunks_divide_the_bubble(stages: int, rounds: int, chunks: int) -> None:
     m = rounds * stages
-    found = simulate(schedule_of("interleaved", stages, m, chunks=chunks), m, chunks=chunks)
+    found = simulate(schedule_of("interleaved", stages, m, chunks=chunks), chunks=chunks)
     assert found.bubble == pytest.approx((stages - 1) / (chunks * m), rel=1e-12)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_forwards_that_wait_are_as_many_as_stages_follow(stages: int, micro_batches: int) -> None:
-    alive = simulate(schedule_of("1f1b", stages, micro_batches), micro_batches).alive
+    alive = simulate(schedule_of("1f1b", stages, micro_batches)).alive
     assert alive == tuple(min(stages - stage, micro_batches) for stage in range(stages))
-    alive = simulate(schedule_of("gpipe", stages, micro_batches), micro_batches).alive
+    alive = simulate(schedule_of("gpipe", stages, micro_batches)).alive
     assert alive == (micro_batches,) * stages
+
+
+def check(lists: Sequence[tuple[Action, ...]], micro_batches: int, chunks: int, kinds: str) -> None:
+    """Every action comes once, messages of a boundary are taken in the order in which they are sent, and all run."""
+    expected = {Action(k, i, c) for k in kinds for c in range(chunks) for i in range(micro_batches)}  # type: ignore[arg-type]
+    order: dict[tuple[str, int], list[int]] = {}
+    for stage, actions in enumerate(lists):
+        assert len(actions) == len(expected)
+        assert set(actions) == expected
+        assert actions[-1].kind == kinds[-1]  # gradients are reduced then
+        for action in actions:
+            piece = action.chunk * len(lists) + stage
+            order.setdefault((action.kind, piece), []).append(action.micro_batch)
+    for kind in kinds:
+        assert len({tuple(taken) for (k, _), taken in order.items() if k == kind}) == 1
+    simulate(lists, chunks=chunks)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_forwards_alone_run_for_any_numbers(stages: int, micro_batches: int, chunks: int) -> None:
-    lists = (forwards_of(stages, micro_batches, chunks=chunks),) * stages
-    simulate(lists, micro_batches, chunks=chunks, trains=False)
-    backwards_too = schedule_of("gpipe", stages, micro_batches, chunks=chunks)
-    simulate(backwards_too, micro_batches, chunks=chunks)
+def test_schedules_are_complete_and_run(stages: int, micro_batches: int, chunks: int) -> None:
+    forwards = (forwards_of(stages, micro_batches, chunks=chunks),) * stages
+    check(forwards, micro_batches, chunks, "F")
+    gpipe = schedule_of("gpipe", stages, micro_batches, chunks=chunks)
+    check(gpipe, micro_batches, chunks, "FB")
+    if chunks == 1 or micro_batches % stages == 0:
+        check(
+            schedule_of("1f1b", stages, micro_batches, chunks=chunks), micro_batches, chunks, "FB"
+        )
 
 
 def test_backwards_come_in_the_order_of_micro_batches_in_every_schedule() -> None:
@@ -87,7 +104,7 @@ def test_backwards_come_in_the_order_of_micro_batches_in_every_schedule() -> Non
 def test_bubble_follows_uneven_costs() -> None:
     """By hand: the second stage is the slower one, and waits once for a forward and never again."""
     costs = Costs(forward=[1.0, 2.0], backward=[1.0, 3.0], message=0.5)
-    found = simulate(schedule_of("1f1b", 2, 2), 2, costs=costs)
+    found = simulate(schedule_of("1f1b", 2, 2), costs=costs)
     assert found.busy == (4.0, 10.0)
     assert found.seconds == 1.0 + 0.5 + 10.0 + 0.5 + 1.0
     assert found.bubble == pytest.approx(0.3)
@@ -114,69 +131,14 @@ def test_interleaved_needs_whole_groups(name: str) -> None:
         schedule_of(name, 3, 5, chunks=2)
 
 
-def planted(stage: int, change: object) -> list[list[Action]]:
-    """1F1B of 2 stages and 3 micro-batches with one list changed."""
-    lists = [list(actions) for actions in schedule_of("1f1b", 2, 3)]
-    change(lists[stage])  # type: ignore[operator]
-    return lists
-
-
-def swap(one: int, other: int) -> object:
-    def change(actions: list[Action]) -> None:
-        actions[one], actions[other] = actions[other], actions[one]
-
-    return change
-
-
-def replace(place: int, **fields: Any) -> object:
-    def change(actions: list[Action]) -> None:
-        actions[place] = actions[place]._replace(**fields)
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("stage", "change", "said"),
-    [
-        (
-            1,
-            lambda actions: actions.pop(2),
-            "stage 1: the forward of micro-batch 1 .* 0 times, expected 1",
-        ),
-        (
-            0,
-            lambda a: a.insert(0, a[0]),
-            "stage 0: the forward of micro-batch 0 .* 2 times, expected 1",
-        ),
-        (0, lambda a: a.insert(0, Action("F", 3)), "micro-batch 3 .* 1 times, expected 0"),
-        (0, replace(-1, reduces=False), "stage 0: .*action 6 of 6, does not reduce"),
-        (1, replace(1, reduces=True), "stage 1: the backward of micro-batch 0 .*, reduces"),
-        (
-            1,
-            swap(0, 2),
-            "stage 0 sends micro-batches .0, 1, 2. of piece 0 .*stage 1 takes them as .1, 0, 2",
-        ),
-        (
-            0,  # F0 B0 F1 ...: B0 waits for stage 1, which waits for nothing but F1
-            lambda a: a.insert(0, a.pop(2)),
-            "wait for each other: stage 0 before the backward of micro-batch 0 in chunk 0; stage 1 before the forward "
-            "of micro-batch 0 in chunk 0",
-        ),
-    ],
-)
-def test_planted_faults_are_named(stage: int, change: object, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
-        simulate(planted(stage, change), 3)
-
-
 def test_stages_that_wait_for_each_other_are_named() -> None:
     """The first stage wants a gradient before it has sent what the second one begins with."""
     lists = [
-        [Action("F", 0), Action("B", 0), Action("F", 1), Action("B", 1, 0, True)],
-        [Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1, 0, True)],
+        [Action("F", 0), Action("B", 0), Action("F", 1), Action("B", 1)],
+        [Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)],
     ]
     with pytest.raises(
         PlanError,
         match=r"stage 0 before the backward of micro-batch 0.*stage 1 before the forward of m",
     ):
-        simulate(lists, 2)
+        simulate(lists)
