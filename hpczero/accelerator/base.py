@@ -1,7 +1,5 @@
 """The contract of an accelerator: where tensors live, in which order its work is done, what others may see of it.
 
-Owns: nothing but the contract. Must not know: MPI, collectives, units.
-
 [Note: Two clocks]
 Work on a device is issued now and done later, in the order of its lane. MPI, other processes and the host's own memory
 know nothing of that order. Two rules follow, and all transports keep them. Device memory is handed to MPI, another
@@ -12,63 +10,66 @@ same transports therefore run there, and tests run them with a twin whose lanes 
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+# Mark, Lane and Span are those of the host, where everything is done at once. A device has subclasses.
 
-class Mark(ABC):
+
+class Mark:
     """A place in the order of a lane's work."""
 
-    @abstractmethod
     def wait(self) -> None:
         """Return when everything before the mark is done. Any thread may call it."""
 
 
-class Lane(ABC):
+class Lane:
     """An order of work on the device, beside that of the caller."""
 
-    @abstractmethod
     def after(self, mark: Mark) -> None:
-        """Have what is started here from now on begin when ``mark`` has passed. Returns at once."""
+        """Have what is started here from now on begin when ``mark`` has passed. Returns at once on a device."""
+        mark.wait()
 
-    @abstractmethod
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Start a copy; either side may be pinned memory of the host. Both must live until a later mark has passed."""
+        into.copy_(source)
 
-    @abstractmethod
     def mark(self) -> Mark:
         """Mark the end of what was started here so far."""
+        return Mark()
 
-    @abstractmethod
-    def current(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def current(self) -> Iterator[None]:
         """Context: what torch starts on this thread goes to this lane."""
+        yield
 
     def finish(self) -> None:
         """Return when everything started here is done."""
         self.mark().wait()
 
 
-class Span(ABC):
+class Span:
     """A stretch of the caller's lane, from ``Accelerator.span`` to ``end``, timed by the device's own clock."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._from = self._to = time.perf_counter()
+
     def end(self) -> None:
         """End the span; returns at once."""
+        self._to = time.perf_counter()
 
-    @abstractmethod
     def passed(self) -> bool:
         """Whether the device has worked through the span. Call it after ``end``."""
+        return True
 
-    @abstractmethod
     def seconds(self) -> float:
-        """Length of the span in seconds.
-
-        Call it after ``end``. It waits until the device has worked through the span.
-        """
+        """Length of the span in seconds. Call it after ``end``; it waits until the device has worked through it."""
+        return self._to - self._from
 
 
 class MemoryExport(ABC):

@@ -42,8 +42,6 @@ def leave_out_compiler() -> None:
 
 
 class _Config:
-    """Answers as ``torch._dynamo.config`` does."""
-
     # Checkpointing keeps it at each forward, and uses it only while it is itself traced.
     error_on_nested_fx_trace = True
 
@@ -66,7 +64,7 @@ class _Compiler(ModuleType):
         self.config = _Config(self)
 
     def graph_break(self, msg: str = "") -> None:
-        """Do nothing, as where nothing is compiled."""
+        return
 
     def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
         """``fn``, which the compiler leaves out once it is imported."""
@@ -174,9 +172,7 @@ def accelerator_of(device: torch.device) -> Accelerator:
 def device_index(local_rank: int | None, count: int) -> int:
     """Which of ``count`` visible devices a rank takes. Several ranks may share one; they take them in turn.
 
-    Args:
-        local_rank: place of the rank on its node; None where the launcher does not say.
-        count: devices that this process sees, at least 1.
+    ``local_rank``: place of the rank on its node; None where the launcher does not say.
     """
     if count == 1:
         return 0  # the only one, or the launcher has given each rank its own
@@ -190,10 +186,7 @@ def device_index(local_rank: int | None, count: int) -> int:
 
 
 def check_allocator(settings: Iterable[tuple[str, str]]) -> None:
-    """Refuse allocators whose memory cannot be given to MPI or to other ranks.
-
-    Args:
-        settings: each variable that sets one, with its value.
+    """Refuse allocators whose memory cannot be given to MPI or to other ranks. ``settings``: variables and values.
 
     Raises:
         ConfigError: such an allocator is set; the message names the variable.

@@ -1,7 +1,6 @@
 """CUDA devices: streams and events of torch, exported memory of CuPy.
 
-Owns: the CUDA calls, and which allocators make memory that cannot be shared. Must not know: MPI, collectives. Nothing
-here touches CUDA before a ``CudaAccelerator`` is made. A rank makes it before it starts MPI (``choice``).
+Nothing here touches CUDA before a ``CudaAccelerator`` is made. A rank makes it before it starts MPI (``choice``).
 
 [Note: One exported block]
 A CUDA IPC handle names a whole ``cudaMalloc`` block, whatever pointer into it was given (cupy#9436). Memory of pools
@@ -25,9 +24,8 @@ from typing_extensions import override
 from hpczero.accelerator.base import Accelerator, Attached, Lane, Mark, MemoryExport, Span
 from hpczero.errors import CommError, ConfigError
 
-GRANULE = (
-    2 * 2**20
-)  # bytes: smaller blocks may lie in one allocation with others, which an export would show too
+# Bytes: smaller blocks may lie in one allocation with others, which an export would show too.
+GRANULE = 2 * 2**20
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 
 

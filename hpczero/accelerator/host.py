@@ -1,7 +1,4 @@
-"""The host as an accelerator: nothing is late, and exports lie in shared memory. It is the CPU twin of a device.
-
-Owns: exports as files in /dev/shm. Must not know: MPI, collectives.
-"""
+"""The host as an accelerator: nothing is late, and exports lie in shared memory. It is the CPU twin of a device."""
 
 from __future__ import annotations
 
@@ -10,9 +7,7 @@ import errno
 import mmap
 import os
 import secrets
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,42 +18,6 @@ from hpczero.accelerator.base import Accelerator, Attached, Lane, Mark, MemoryEx
 from hpczero.errors import CommError
 
 FOLDER = Path("/dev/shm")
-
-
-class _Passed(Mark):
-    def wait(self) -> None:
-        return
-
-
-class _HostSpan(Span):
-    def __init__(self) -> None:
-        self._begin = self._end = time.perf_counter()
-
-    def end(self) -> None:
-        self._end = time.perf_counter()
-
-    def passed(self) -> bool:
-        return True
-
-    def seconds(self) -> float:
-        return self._end - self._begin
-
-
-class _Now(Lane):
-    """A lane that does everything at once."""
-
-    def after(self, mark: Mark) -> None:
-        mark.wait()
-
-    def copy(self, into: Tensor, source: Tensor) -> None:
-        into.copy_(source)
-
-    def mark(self) -> Mark:
-        return _Passed()
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        yield
 
 
 class _SharedFile(MemoryExport):
@@ -90,9 +49,8 @@ class _SharedFile(MemoryExport):
 
     def close(self) -> None:
         self.seal()
-        self.memory = torch.empty(
-            0, dtype=torch.uint8, device="cpu"
-        )  # the map goes with the last tensor on it
+        # The map goes with the last tensor on it.
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -133,15 +91,15 @@ class HostAccelerator(Accelerator):
 
     @override
     def mark(self) -> Mark:
-        return _Passed()
+        return Mark()
 
     @override
     def span(self) -> Span:
-        return _HostSpan()
+        return Span()
 
     @override
     def lane(self) -> Lane:
-        return _Now()
+        return Lane()
 
     @override
     def pinned(self, nbytes: int) -> Tensor:

@@ -1,7 +1,5 @@
 """Checkpointing: calls of blocks that are computed again in backward, whose inputs rest elsewhere meanwhile.
 
-Owns: the call, and what is done where inputs cannot be brought back. Must not know: media, which arguments move.
-
     y = checkpointing(block, x)      is    y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
 torch keeps the inputs of such a call through the hooks on saved tensors that are in force around it. What the block
@@ -19,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -93,27 +90,18 @@ def agreed_moving(
     rest: InputStorage, block: object, args: Sequence[Any], device: torch.device, place: str
 ) -> list[int]:
     """As ``moving``, the same on all ranks that keep inputs together; collective over them."""
-    places: list[int] = []
-    refusal = None
     try:
         places = moving(block, args, device, place)
     except PlanError as error:
-        refusal = error
+        rest.begin(str(error))
+        raise
     parts = [f"argument {at}: {list(args[at].shape)} {args[at].dtype}" for at in places]
-    rest.begin(str(refusal or "; ".join(parts) or "nothing"))
-    if refusal is not None:
-        raise refusal
+    rest.begin("; ".join(parts) or "nothing")
     return places
 
 
 def moving(block: object, args: Sequence[Any], device: torch.device, place: str) -> list[int]:
-    """Positions of the arguments that move; see [Note: What moves].
-
-    Args:
-        block: that is called.
-        args: all positional ones.
-        device: where blocks compute.
-        place: where inputs rest, for messages.
+    """Positions among ``args`` of what moves; see [Note: What moves]. ``place``: where inputs rest, for messages.
 
     Raises:
         PlanError: none can move, so nothing would be saved.
@@ -438,12 +426,7 @@ class Checkpointing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -1,7 +1,5 @@
 """Store: inputs of blocks on a memory tier, written behind forward and read ahead of backward.
 
-Owns: which bytes are under way. Must not know: blocks, autograd, media, MPI. Nothing here is collective.
-
     forward    keep(1)  keep(2)  keep(3)            1 is written when 2 comes, 2 when 3 comes; 3 stays
     backward   bring(3) bring(2) bring(1)           3 was never away; 2 and 1 are read before they are asked for
 
@@ -40,7 +38,8 @@ from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import digest_of_bits
 from hpczero.memory.buffers import Memory
 from hpczero.plan.offload import SPARE
-from hpczero.tier import Fetch, Place, Record, Tier
+from hpczero.tier import Place, Record, Tier
+from hpczero.zero.units.away_shard import UnitStore
 
 # Form: how a tensor lies in memory, so that its copy lies in the same way.
 #
@@ -233,44 +232,27 @@ PART = "block input"
 
 @dataclass(eq=False)
 class _Input:
-    """One input.
-
-    Attributes:
-        number: in the order in which they came.
-        call: of which block.
-        tensor: the program's own, with its version, until it is written.
-        places: of its bytes, block of staging by block of staging.
-        failure: why it could not be written.
-    """
-
-    number: int
-    call: int
+    number: int  # in the order in which they came
+    call: int  # of which block
     form: TensorForm
-    tensor: Tensor | None
+    tensor: Tensor | None  # the program's own, with its version, until it is written
     version: int
-    places: list[Place] = field(default_factory=list)
-    failure: Exception | None = None
+    places: list[Place] = field(default_factory=list)  # of its bytes, one for each block of staging
+    failure: Exception | None = None  # why it could not be written
 
 
 class TierInputs(InputStorage):
     """On a tier."""
 
     def __init__(self, tier: Tier, *, blocks: int, block_nbytes: int, device: torch.device) -> None:
-        """Not collective.
-
-        Args:
-            tier: closed by ``close``.
-            blocks: of its staging.
-            block_nbytes: bytes that fit into one.
-            device: that computes.
-        """
+        """``close`` closes ``tier``, whose staging has ``blocks`` of ``block_nbytes``. ``device``: that computes."""
         super().__init__()
         self.tier = tier
+        self._store = UnitStore(tier, blocks=blocks, window_nbytes=block_nbytes, device=device)
         self._horizon, self._block_nbytes, self._device = blocks - SPARE, block_nbytes, device
         self._lock = threading.Lock()  # a device's backward runs on a thread of its own
         self._inputs: list[_Input] = []  # that somebody refers to, by number
         self._newest: _Input | None = None
-        self._ahead: dict[Place, Fetch] = {}
         self._dropped: deque[_Input] = deque()
         self._count, self._closed = 0, False
 
@@ -317,7 +299,7 @@ class TierInputs(InputStorage):
         with self._lock:
             if self._closed:
                 return
-            self._give_up(list(self._ahead))
+            self._store.make_room(self._store.blocks)
             self._inputs.clear()
             self._newest, self._closed = None, True
             self.tier.close()
@@ -352,17 +334,9 @@ class TierInputs(InputStorage):
     # --- back
 
     def _read(self, wanted: _Input, index: int, into: Tensor) -> None:
-        place = wanted.places[index]
-        begun = self._ahead.pop(place, None)
-        fetch = begun or self.tier.fetch(place, [PART])
+        fetch = self._store.fetch(wanted.places[index], [PART])
         self._read_ahead(wanted, index + 1)
-        try:
-            staged = fetch.wait()
-        except TierError:
-            if begun is None:
-                raise
-            # It may have failed long ago, so whoever wants it now is told of a new one.
-            staged = self.tier.fetch(place, [PART]).wait()
+        staged = fetch.wait()
         with torch.no_grad():
             into.copy_(staged[PART], non_blocking=True)
         self.tier.evict(staged, [])
@@ -370,14 +344,10 @@ class TierInputs(InputStorage):
     def _read_ahead(self, wanted: _Input, index: int) -> None:
         """Begin to read what comes after place ``index`` of ``wanted``; see [Note: Ahead]."""
         coming = list(islice(self._coming(wanted, index), self._horizon))
-        if len(self._ahead) + len(coming) > self._horizon:
-            self._give_up([place for place in self._ahead if place not in coming])
-        for place in coming:
-            if place not in self._ahead:
-                try:
-                    self._ahead[place] = self.tier.fetch(place, [PART])
-                except TierError:  # told to whoever wants it
-                    return
+        self._store.keep(coming)
+        with suppress(TierError):  # told to whoever wants it
+            for place in coming:
+                self._store.start(place, PART)
 
     def _coming(self, wanted: _Input, index: int) -> Iterator[Place]:
         yield from wanted.places[index:]
@@ -413,16 +383,10 @@ class TierInputs(InputStorage):
                 self._newest = None
 
     def _release(self, gone: _Input) -> None:
-        self._give_up([place for place in gone.places if place in self._ahead])
+        self._store.forget(gone.places)
         for place in gone.places:
             self.tier.release(place)
         gone.places.clear()
-
-    def _give_up(self, places: list[Place]) -> None:
-        """The blocks of these reads go back."""
-        for place in places:
-            with suppress(TierError):
-                self.tier.evict(self._ahead.pop(place).wait(), [])
 
 
 def _again(failure: Exception) -> Exception:
@@ -448,12 +412,9 @@ class Partitioned(InputStorage):
     """Parts on another ``InputStorage``. ``begin``, ``keep`` and ``bring`` are collective over the group."""
 
     def __init__(self, inner: InputStorage, collectives: Collectives, *, fails: bool) -> None:
-        """Not collective.
+        """The part of this rank rests with ``inner``, whose ledger is this one's; ``close`` closes both.
 
-        Args:
-            inner: where the part of this rank rests; closed by ``close``, and its ledger is this one's.
-            collectives: over the group; closed by ``close``.
-            fails: whether ``inner`` may fail on one rank, so that ranks have to agree.
+        ``fails``: whether ``inner`` may fail on one rank, so that ranks have to agree.
         """
         super().__init__()
         self.inner, self.memory = inner, inner.memory

@@ -1,7 +1,5 @@
 """Norms of gradients, right to fp64 rounding whatever their size and however they are cut into shards.
 
-Owns: the sums. Must not know: units, ranks, what a norm is for.
-
 A sum of squares in fp32 loses what is small against it: 6e-4 of the norm at 10 million elements over 24 binades, and
 another part of it for every cut into shards. The square of an fp32 number is exact in fp64, where it neither overflows
 nor vanishes. Elements are therefore widened block by block, into one small buffer, and multiplied there.

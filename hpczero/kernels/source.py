@@ -1,7 +1,5 @@
 """Source text of the k-way sum, for CUDA's run-time compiler and for the host's, so that it is tested on any machine.
 
-Owns: the text. Must not know: CuPy, torch's tensors, streams.
-
 The order and the rounding places are those of ``tree_sum``. Every addition is written out, because a library's sum
 fixes no order. On a device additions and products are instructions. A compiler may fuse plain ones into multiply-adds,
 and with ``-ftz=true``, which CuPy adds for all kernels, plain ones and intrinsics take subnormal numbers for zero.

@@ -66,14 +66,8 @@ def sum_by_launches(
 ) -> bool:
     """``tree_sum`` of any number of blocks by sums of at most ``most``, in order, each with its bits.
 
-    Args:
-        blocks: as in ``tree_sum``.
-        out: as in ``tree_sum``. It is written by the last launch alone.
-        groups: as in ``tree_sum``.
-        scale: as in ``tree_sum``; of the last launch.
-        accumulate: as in ``tree_sum``; of the last launch.
-        launch: starts one sum, which rounds partial sums as ``tree_sum`` does; False where it cannot.
-        most: as in ``levels``.
+    The last launch alone writes ``out``, scales and accumulates. ``launch`` starts one sum, which rounds partial sums
+    as ``tree_sum`` does; False where it cannot.
 
     Returns:
         Whether all were started; if not, ``out`` is as it was.

@@ -1,7 +1,6 @@
 """Device memory: flat buffers that can be given back and taken again, and the ledger of what is held.
 
-Owns: allocation and its accounts. Must not know: MPI, units, stages. Storage comes from torch on every device, so that
-autograd's saved tensors keep pointing at it while it is resized.
+Storage comes from torch on every device, so that autograd's saved tensors keep pointing at it while it is resized.
 
 [Note: Refilling freed parameters]
 A parameter is a view of its unit's buffer for the whole run. Freeing is ``untyped_storage().resize_(0)``; taking again
@@ -87,16 +86,7 @@ class Buffer:
         keep: bool = False,
         device: torch.device = CPU,
     ) -> None:
-        """Held from the start.
-
-        Args:
-            numel: elements.
-            dtype: of the elements.
-            memory: ledger.
-            category: of the ledger.
-            keep: ``release`` keeps the memory.
-            device: where.
-        """
+        """Held from the start. ``memory`` counts it in ``category``; with ``keep`` ``release`` keeps the memory."""
         self.tensor = lasting(numel, dtype, device)
         self._keep = keep
         self._nbytes = numel * self.tensor.element_size()
@@ -146,45 +136,6 @@ class Buffer:
         """Leave the memory to whoever else points to it; hold other memory, content undefined, in the same tensor."""
         with torch.inference_mode(False):
             self.tensor.data = torch.empty_like(self.tensor)
-
-
-class Fresh:
-    """One flat tensor, made anew for each use; whoever still points at an old one keeps it."""
-
-    def __init__(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        memory: Memory,
-        category: str,
-        device: torch.device = CPU,
-    ) -> None:
-        """As ``Buffer``, but not held."""
-        self._device = device
-        self._numel = numel
-        self._dtype = dtype
-        self._memory = memory
-        self._category = category
-        self._tensor: torch.Tensor | None = None
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """(numel,) of ``dtype``; only while held."""
-        assert self._tensor is not None, "held"
-        return self._tensor
-
-    def take(self) -> None:
-        """Make it, content undefined; nothing if it is there."""
-        if self._tensor is None:
-            self._tensor = lasting(self._numel, self._dtype, self._device)
-            self._memory.add(self._category, self._tensor.nbytes)
-
-    def drop(self) -> None:
-        """Forget it; nothing if it is not there."""
-        if self._tensor is not None:
-            self._memory.add(self._category, -self._tensor.nbytes)
-            self._tensor = None
 
 
 class Scratch:

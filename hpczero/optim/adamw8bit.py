@@ -1,7 +1,4 @@
-"""AdamW8bit: torch's AdamW whose moments are kept in 8 bits between steps.
-
-Owns: which map each moment has. Must not know: shards, how codes are kept.
-"""
+"""AdamW8bit: torch's AdamW whose moments are kept in 8 bits between steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Muon: matrices get an orthogonal update, all else AdamW's.
-
-Owns: the two rules, and which parameters of a model get which. Must not know: shards, ranks.
-"""
+"""Muon: matrices get an orthogonal update, all else AdamW's."""
 
 from __future__ import annotations
 
@@ -61,7 +58,12 @@ def orthogonalized(
 
 Rule = Literal["muon", "adamw"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+# Options of a group that are one of a few.
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "rule": ("muon", "adamw"),
+    "ns_dtype": tuple(_DTYPES),
+    "adjust_lr_fn": (None, "original", "match_rms_adamw"),
+}
 
 
 class MuonDirections:
@@ -283,11 +285,7 @@ def _check(number: int, group: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the group.
     """
-    for name, known in (
-        ("rule", ("muon", "adamw")),
-        ("ns_dtype", tuple(_DTYPES)),
-        ("adjust_lr_fn", _ADJUSTMENTS),
-    ):
+    for name, known in _KNOWN.items():
         if group[name] not in known:
             raise ValueError(
                 f"{name} of group {number}: got {group[name]!r}, expected one of {known}"

@@ -1,7 +1,4 @@
-"""Shampoo: matrices get an update that is preconditioned on both sides, all else Adam's.
-
-Owns: the rule. Must not know: shards, ranks.
-"""
+"""Shampoo: matrices get an update that is preconditioned on both sides, all else Adam's."""
 
 from __future__ import annotations
 
@@ -54,19 +51,7 @@ class Shampoo(Optimizer):
         Raises:
             ValueError: an option is out of range.
         """
-        for name, value in (
-            ("lr", lr),
-            ("eps", eps),
-            ("least", least),
-            ("weight_decay", weight_decay),
-        ):
-            if not value >= 0:
-                raise ValueError(f"{name}: got {value!r}, expected 0 or more")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas: got {betas!r}, expected numbers from 0 to below 1")
-        if every < 1:
-            raise ValueError(f"every: got {every}, expected at least 1")
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -75,6 +60,13 @@ class Shampoo(Optimizer):
             "every": every,
             "max_size": max_size,
         }
+        for name in ("lr", "eps", "least", "weight_decay"):
+            if not defaults[name] >= 0:
+                raise ValueError(f"{name}: got {defaults[name]!r}, expected 0 or more")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas: got {betas!r}, expected numbers from 0 to below 1")
+        if every < 1:
+            raise ValueError(f"every: got {every}, expected at least 1")
         super().__init__(params, defaults)
 
     @torch.no_grad()

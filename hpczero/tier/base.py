@@ -1,7 +1,6 @@
 """The contract of a tier: where this rank's shards rest.
 
-Owns: the order of calls, and the refusal of those that would give wrong bytes. Must not know: MPI, units, optimizers,
-dtypes. Nothing here is collective: a tier fails on one rank alone, and its caller tells the others.
+Nothing here is collective: a tier fails on one rank alone, and its caller tells the others.
 
     place = tier.reserve(record)                          # before training
     fetch = tier.fetch(place, ["master"], fresh=["new"])  # starts to read
@@ -17,7 +16,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 from torch import Tensor
 from typing_extensions import Self, override
@@ -213,18 +211,10 @@ class Tier(ABC):
             TierError: a part was never evicted, or was taken fresh since; all of them need more than a block; no
                 block can become free.
         """
-        what = f"fetch of {place.record.name!r}"
-        self._check_place(place, what)
-        read, new = place.sizes(parts), place.sizes(fresh)
-        if both := sorted(read.keys() & new.keys()):
-            raise TierError(f"{what}: {both} are both to be read and fresh; name each part once")
-        if lost := [part for part in read if part not in place.known]:
-            raise TierError(
-                f"{what}: {lost} have no content: they were never evicted, or were taken fresh and not evicted since"
-            )
+        read, new = self._checked(place, parts, fresh, f"fetch of {place.record.name!r}")
         fetch = self._fetch(place, read, new)
         place.known -= new.keys()
-        self.traffic.read({} if self.resident else read)
+        self.traffic.read(read)
         return fetch
 
     def evict(self, staged: Staged, parts: Iterable[str]) -> Transfer:
@@ -251,7 +241,7 @@ class Tier(ABC):
             )
         transfer = self._evict(staged, written)
         place.known |= written.keys()
-        self.traffic.written({} if self.resident or staged.in_place else written)
+        self.traffic.written({} if staged.in_place else written)
         return transfer
 
     def forget(self, place: Place, parts: Iterable[str]) -> None:
@@ -306,17 +296,10 @@ class Tier(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- what a medium writes
-
-    resident = False  # what is fetched is where it rests: nothing moves
 
     @abstractmethod
     def _reserve(self, record: Record) -> Place: ...
@@ -337,6 +320,20 @@ class Tier(ABC):
     def _close(self) -> None: ...
 
     # --- checks
+
+    def _checked(
+        self, place: Place, parts: Iterable[str], fresh: Iterable[str], what: str
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of the parts to be read, and of the fresh ones."""
+        self._check_place(place, what)
+        read, new = place.sizes(parts), place.sizes(fresh)
+        if both := sorted(read.keys() & new.keys()):
+            raise TierError(f"{what}: {both} are both to be read and fresh; name each part once")
+        if lost := [part for part in read if part not in place.known]:
+            raise TierError(
+                f"{what}: {lost} have no content: they were never evicted, or were taken fresh and not evicted since"
+            )
+        return read, new
 
     def _check_open(self, what: str) -> None:
         if self._closed:

@@ -1,7 +1,7 @@
 """The disk tier: shards rest in a file without a name, in a folder of this node or of all.
 
-Owns: that file. Must not know: places, staging. Scratch, and nothing else: a killed run leaves bytes of several steps
-in it, so it loses its name as soon as it is open, and its room comes back however the process ends.
+A killed run leaves bytes of several steps in it. So it loses its name as soon as it is open, and its room comes back
+however the process ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiers in memory: on the device, and on the host, staged or in place."""
+"""Tiers in memory of the host: staged on a device, or worked on in place."""
 
 from __future__ import annotations
 
@@ -14,77 +14,9 @@ from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.errors import TierError
 from hpczero.files.direct import PAGE
 from hpczero.memory.pages import device_pages, host_pages, padded
-from hpczero.tier.base import Fetch, Staged, Tier
+from hpczero.tier.base import Fetch, Staged
 from hpczero.tier.lanes import Place, Record, Transfer
 from hpczero.tier.staged import StagedTier, Staging
-
-
-class _InMemoryFetch(Fetch):
-    def __init__(self, name: str, staged: Staged) -> None:
-        self.name = name
-        self._staged = staged
-
-    @override
-    def wait(self) -> Staged:
-        return self._staged
-
-
-class DeviceTier(Tier):
-    """Resident memory of the device: ``fetch`` gives the memory itself, ``evict`` moves nothing."""
-
-    resident = True
-
-    def __init__(self, accelerator: Accelerator | None = None) -> None:
-        """On the device of ``accelerator``; None: on the host."""
-        super().__init__()
-        self._accelerator = accelerator or HostAccelerator()
-        self._memory: dict[Place, Tensor] = {}
-
-    @override
-    def describe(self) -> str:
-        return f"resident on {self._accelerator.device}"
-
-    @property
-    @override
-    def staging_nbytes(self) -> int:
-        return 0
-
-    @override
-    def _reserve(self, record: Record) -> Place:
-        place = Place(record, 0, PAGE)
-        try:
-            self._memory[place] = device_pages(place.end, PAGE, self._accelerator)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise TierError(
-                f"device tier: {place.end:,} bytes for {record.name!r} do not fit on "
-                f"{self._accelerator.device}: {error}"
-            ) from error
-        return place
-
-    @override
-    def _release_room(self, place: Place) -> None:
-        del self._memory[place]
-
-    @override
-    def _fetch(self, place: Place, read: Mapping[str, int], fresh: Mapping[str, int]) -> Fetch:
-        memory = self._memory[place]
-        parts = {
-            part: memory[begin : begin + nbytes]
-            for part, nbytes in place.record.parts.items()
-            for begin in (place.offsets[part],)
-            if part in read or part in fresh
-        }
-        return _InMemoryFetch(f"fetch of {place.record.name!r}", Staged(place, parts))
-
-    @override
-    def _evict(self, staged: Staged, written: Mapping[str, int]) -> Transfer:
-        staged.surrender()
-        return Transfer(f"evict of {staged.place.record.name!r}")
-
-    @override
-    def _close(self) -> None:
-        self._memory.clear()
-
 
 # Torch rounds each piece of pinned memory up to a power of two: with the page that alignment may take, this is one.
 SLAB_NBYTES = 32 * 2**20 - PAGE
@@ -103,13 +35,7 @@ class HostTier(StagedTier):
         accelerator: Accelerator | None = None,
         lanes: int = LANES,
     ) -> None:
-        """Makes the staging blocks.
-
-        Args:
-            blocks: of staging.
-            block_nbytes: bytes of parts that fit into one.
-            accelerator: of the device; None: the host itself.
-            lanes: copies in flight.
+        """Makes ``blocks`` of staging, for ``block_nbytes`` bytes of parts each; ``lanes`` copies are in flight.
 
         Raises:
             ConfigError: no blocks.
@@ -233,7 +159,6 @@ class InPlaceTier(HostTier):
     def __init__(
         self, *, blocks: int, block_nbytes: int, accelerator: Accelerator | None = None
     ) -> None:
-        """As of ``HostTier``."""
         super().__init__(blocks=blocks, block_nbytes=block_nbytes, accelerator=accelerator)
         self._begins: list[int] = []  # of each slab
         self._capacity = 0
@@ -254,12 +179,7 @@ class InPlaceTier(HostTier):
             TierError: a part was never evicted, or was taken fresh since.
         """
         what = f"opening of {place.record.name!r}"
-        self._check_place(place, what)
-        known, new = place.sizes(parts), place.sizes(fresh)
-        if lost := [part for part in known if part not in place.known]:
-            raise TierError(
-                f"{what}: {lost} have no content: they were never evicted, or were taken fresh and not evicted since"
-            )
+        known, new = self._checked(place, parts, fresh, what)
         place.known -= new.keys()
         sizes = place.sizes([*known, *new])
         earlier = {place.writes[part] for part in sizes if part in place.writes}

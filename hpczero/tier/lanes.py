@@ -1,7 +1,5 @@
 """Lanes: threads that move bytes, and the Transfer that somebody waits for.
 
-Owns: the threads and their queue. Must not know: files, places, staging.
-
 [Note: No circle of waits]
 Pieces leave the queue in the order in which they were started. Before it begins, a piece waits only for transfers that
 were started before its own, so all of their pieces have left the queue: they run on other lanes, or have ended. The
@@ -161,11 +159,8 @@ class Lanes:
     ) -> Transfer:
         """Have all pieces done, in any order and side by side; returns at once.
 
-        Args:
-            name: for messages.
-            pieces: what moves some bytes each, and raises what goes wrong.
-            before: returns when a piece may begin; called on the lane, once for each piece.
-            waited: see ``Transfer``.
+        A piece moves some bytes, and raises what goes wrong. ``before`` returns when a piece may begin; it is called on
+        the lane, once for each piece.
         """
         transfer = Transfer(name, len(pieces), waited)
         for piece in pieces:

@@ -1,7 +1,6 @@
 """StagedTier: what all tiers have in common whose shards travel through staging blocks.
 
-Owns: the order of reads and writes of a place, and cutting parts into calls. Must not know: the medium. A medium says
-how some bytes at an offset are read and written, on any thread; see ``disk`` and ``host``.
+A medium says how some bytes at an offset are read and written, on any thread; see ``disk`` and ``host``.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ class FreeRoom:
     def find(self, nbytes: int, end: int) -> tuple[int, frozenset[Transfer]]:
         """Where ``nbytes`` may lie, and what has to end there before something is written; takes nothing.
 
-        Args:
-            nbytes: how much.
-            end: of the space. What lies beyond it is made when it is needed.
+        What lies beyond ``end`` of the space is made when it is needed.
         """
         if not nbytes:
             return end, frozenset()
@@ -121,13 +118,9 @@ class Staging:
         alignment: int,
         memory: Callable[[int, int], Tensor],
     ) -> None:
-        """Make all blocks.
+        """Make all blocks, for ``block_nbytes`` bytes of parts each; the ends of their pages come on top.
 
-        Args:
-            count: blocks.
-            block_nbytes: bytes of parts that fit into one; the ends of their pages come on top.
-            alignment: of every part, bytes, a power of two.
-            memory: makes (nbytes,) uint8 for all of them, from bytes and alignment.
+        ``memory`` makes (nbytes,) uint8 for all of them, from bytes and alignment.
 
         Raises:
             ConfigError: no block, or empty ones.
@@ -247,13 +240,7 @@ class StagedTier(Tier):
         lanes: int = LANES,
         call_nbytes: int = CALL_NBYTES,
     ) -> None:
-        """Starts the lanes.
-
-        Args:
-            staging: the blocks.
-            accelerator: of the device that computes with what is staged.
-            lanes: calls to the medium in flight.
-            call_nbytes: of one call at most.
+        """Starts ``lanes`` threads, whose calls to the medium have ``call_nbytes`` at most.
 
         Raises:
             ConfigError: no lane, or empty calls.

@@ -150,7 +150,7 @@ def check_copies(units: Sequence[Unit], topology: Topology, modifier_rank: int) 
         named.append(
             f"one of {held} and so on" if len(unit.parameters) > NAMED else f"one of {held}"
         )
-        mine.append(float(unit.whole.was_modified()))
+        mine.append(float(unit.whole.watch.was_modified()))
         for place in unit.spec.kept:
             named.append(f"parameter {unit.spec.layout.slots[place].name!r}")
             value = unit.parameters[place].detach().contiguous().clone()
@@ -214,7 +214,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         yield
         ended = True
         reads = modifier_rank is None and not nested
-        changed = reads and any(unit.whole.was_modified() for unit in units)
+        changed = reads and any(unit.whole.watch.was_modified() for unit in units)
         mine = np.array(
             [changed, *schedule.residence.kept.graphs_since(first_node)], dtype=np.uint8
         )
@@ -231,7 +231,8 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         fine = True
     finally:
         # A refusal at the end is known to all ranks; of an exception inside only this rank knows.
-        lost = not fine and (ended or doubtful or any(unit.whole.was_modified() for unit in units))
+        modified = (unit.whole.watch.was_modified() for unit in units)
+        lost = not fine and (ended or doubtful or any(modified))
         for unit in units:
             unit.whole.let_go(
                 retain=fine and unit in schedule.residence.kept, in_use=unit in in_use
@@ -319,7 +320,7 @@ def _check_apart(state: Sharding) -> None:
     Raises:
         StepError: the message names two of them.
     """
-    moved = {name for unit in state.units for name in unit.whole.moved()}
+    moved = {name for unit in state.units for name in unit.whole.watch.moved()}
     if not moved:
         return
     pairs = (zip(u.spec.layout.slots, u.parameters, strict=True) for u in state.units)

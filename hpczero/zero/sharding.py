@@ -26,7 +26,7 @@ from hpczero.zero.refusals import IGNORED_BY_DDP, NotForDDP
 from hpczero.zero.schedule import Schedule, Surroundings, answer_transformers
 from hpczero.zero.units.away_shard import GRADIENT, NOTHING_AWAY, Away
 from hpczero.zero.units.gradients import ExactReducer, PartialReducer, Reducer
-from hpczero.zero.units.seen_gradient import Sight, SlotGradient
+from hpczero.zero.units.seen_gradient import SlotGradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import OptimizerState
 from hpczero.zero.update.optimizers import OptimizerSet, point_at_shards
@@ -204,7 +204,7 @@ class Sharding:
         if not unit.spec.trainable:
             return
         for position, guard in enumerate(unit.whole.watch.guards):
-            guard.show_gradient(Sight(SlotGradient(unit, position, self)))
+            guard.show_gradient(SlotGradient(unit, position, self))
 
     def train(self, unit: Unit, spec: UnitSpec) -> None:
         """``unit``, a frozen one, trains from now on and is as ``spec`` says; ``follow_units`` follows."""

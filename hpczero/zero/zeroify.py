@@ -42,7 +42,6 @@ from hpczero.zero.buffers import persistent_buffers
 from hpczero.zero.filling import Initializer, KnownValues, bind, fill, loaded_later, way_of
 from hpczero.zero.refusals import check_degrees, check_gradients, check_modules, check_part
 from hpczero.zero.sharding import KEY, Sharding
-from hpczero.zero.units.away import MirroredShard
 from hpczero.zero.units.away_shard import (
     GRADIENT,
     NOTHING_AWAY,
@@ -177,11 +176,10 @@ def open_away(
         delayed=offload.delayed,
     )
     near = offload.parameters == "device"
-    shard_of = MirroredShard if planned.mirror and not near else AwayShard
     element_nbytes = ITEM * len(parts) + planned.mirror
     try:
         shards = {
-            spec.name: shard_of(
+            spec.name: AwayShard(
                 spec.name,
                 windows_of(spec.layout, spec.groups, rank, nbytes, element_nbytes),
                 store=store,

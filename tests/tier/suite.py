@@ -119,12 +119,10 @@ class TierSuite:
         for turn in range(10):
             writer = tier.fetch(place, [PART]).wait()
             reader = tier.fetch(place, [PART])
-            if not tier.resident:  # there both are the same memory
-                writer[PART].copy_(content(2**20, turn + 1))
+            writer[PART].copy_(content(2**20, turn + 1))
             tier.evict(writer, [PART])
-            expected = content(2**20, 0 if tier.resident else turn)
             found = reader.wait()
-            assert torch.equal(found[PART], expected), turn
+            assert torch.equal(found[PART], content(2**20, turn)), turn
             tier.evict(found, ())
 
     def test_more_places_than_blocks(self, tier: Tier) -> None:
@@ -218,12 +216,11 @@ class TierSuite:
         get(tier, place, "b")
         get(tier, place, "a", "b")
         tier.drain()
-        moved = 0 if tier.resident else 1
         counts = {n: (f.read_nbytes, f.written_nbytes) for n, f in tier.traffic.parts.items()}
         expected = {"a": (4097, 4097), "b": (20, 10)}
-        assert {n: c for n, c in counts.items() if any(c)} == (expected if moved else {})
+        assert {n: c for n, c in counts.items() if any(c)} == expected
         total = tier.traffic.total
-        assert (total.read_nbytes, total.written_nbytes) == (4117 * moved, 4107 * moved)
+        assert (total.read_nbytes, total.written_nbytes) == (4117, 4107)
         assert total.waited_s >= 0
         assert tier.traffic["nobody"].read_nbytes == 0
 
@@ -276,9 +273,6 @@ class TierSuite:
         place = tier.reserve(Record("r", {"a": BLOCK_NBYTES, "b": 1}))
         put(tier, place, {"a": content(BLOCK_NBYTES, 0)})
         put(tier, place, {"b": content(1, 1)})
-        if tier.resident:
-            assert len(get(tier, place, "a", "b")) == 2
-            return
         with pytest.raises(TierError, match=f"{BLOCK_NBYTES + 1:,} bytes.*{BLOCK_NBYTES:,}"):
             tier.fetch(place, ["a", "b"])
         assert torch.equal(get(tier, place, "a")["a"], content(BLOCK_NBYTES, 0))
@@ -287,9 +281,8 @@ class TierSuite:
         place = tier.reserve(Record("r", {PART: 8}))
         put(tier, place, {PART: content(8, 0)})
         held = [tier.fetch(place, [PART]).wait() for _ in range(BLOCKS)]
-        if not tier.resident:
-            with pytest.raises(TierError, match=f"all {BLOCKS} blocks.*fetch of master of 'r'"):
-                tier.fetch(place, [PART])
+        with pytest.raises(TierError, match=f"all {BLOCKS} blocks.*fetch of master of 'r'"):
+            tier.fetch(place, [PART])
         tier.evict(held[0], [PART])
         assert torch.equal(get(tier, place, PART)[PART], content(8, 0))
 

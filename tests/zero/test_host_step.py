@@ -133,7 +133,7 @@ def test_the_late_twin_sees_a_wait_that_is_missing(
     options = {"stage": 2, "precision": "bf16"}
     kept = trained(topology, MAKERS["AdamW fused"], **options)
     if what == "arrival of values":
-        monkeypatch.setattr(away_shard.SentNear, "settle", lambda self: None)
+        monkeypatch.setattr(away_shard.Near, "settle", lambda self: None)
     else:
         monkeypatch.setattr(Opening, "wait", lambda self: self._staged)
     try:

@@ -19,7 +19,6 @@ from hpczero.errors import StepError, TierError
 from hpczero.plan.precision import LossScale
 from hpczero.tier import StagedTier
 from hpczero.zero.sharding import Sharding
-from hpczero.zero.units.away import MirroredRest
 from hpczero.zero.units.away_shard import MIRROR, SPARE, VALUES
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
@@ -60,7 +59,7 @@ def check_mirrors(comm: MPI.Intracomm, sharding: Sharding, when: object = "") ->
     for unit in sharding.units:
         if unit.away is None:
             continue
-        assert isinstance(unit.rest, MirroredRest)
+        assert unit.away.mirrored
         store = unit.away.store
         store.make_room(SPARE)
         for place in unit.away.places:

@@ -1,8 +1,5 @@
 """Pipeline: one training step, or one evaluation, of a model whose stages lie on several ranks.
 
-Owns: the run of a list of actions: which forward gets what, what is kept until its backward, and when gradients are
-reduced. Must not know: MPI, how shards are gathered and reduced, what is in a stage.
-
     forward    receive x, call the stage, send x on; keep x and the place in its graph where the gradient comes in
     backward   receive the gradient of what was sent, run the graph, send the gradient of x back
 
@@ -50,12 +47,7 @@ class Ties:
     """Of one stage's sharded model."""
 
     def __init__(self, state: Sharding, part: ModelPart, stages: int) -> None:
-        """Not collective.
-
-        Args:
-            state: of the model.
-            part: what of the whole model it is.
-            stages: of the pipeline.
+        """Not collective. ``part``: what of the whole model it is.
 
         Raises:
             PlanError: a tied weight shares its unit with other parameters.
@@ -150,7 +142,6 @@ class Arrived:
     """
 
     def __init__(self, x: Tensor) -> None:
-        """``x``: of any shape and floating dtype."""
         self.gradient: Tensor | None = None
         anchor = torch.empty(
             0, requires_grad=torch.is_grad_enabled(), dtype=torch.float32, device="cpu"
@@ -163,13 +154,11 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, arrived: Arrived) -> Tensor:
-        """The memory of ``x``."""
         ctx.arrived = weakref.ref(arrived)  # which has the output, and so this node
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        """Keep it."""
         arrived = ctx.arrived()
         if arrived is not None:
             arrived.gradient = gradient
@@ -191,13 +180,11 @@ class _OfMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
-        """The memory of ``x``."""
         ctx.parts = parts
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Of the loss of one micro-batch, to be one of ``parts``."""
         return gradient / ctx.parts, None
 
 
@@ -385,17 +372,8 @@ class Pipeline:
     ) -> Callable[[], float]:
         """As ``step``, but for the loss, which the caller asks for: once, on all stages, and before the next call.
 
-        The last stage need not wait for its device then; see ``hpczero.read_later``.
-
-        Args:
-            inputs: as of ``step``.
-            targets: as of ``step``.
-
-        Returns:
-            Gives what ``step`` returns. Collective over the pipeline.
-
-        Raises:
-            StepError: as ``step``.
+        The last stage need not wait for its device then; see ``hpczero.read_later``. What is returned gives what
+        ``step`` returns, and is collective over the pipeline. Arguments and errors are those of ``step``.
         """
         self._check_training()
         given = StageInputs.of(self._stage, self.micro_batches, inputs, targets)
@@ -419,8 +397,7 @@ class Pipeline:
     def outputs(self, inputs: Sequence[Any] | None) -> list[Any] | None:
         """What the model returns without targets, of each micro-batch, on the last stage; None on the others.
 
-        Args:
-            inputs: as of ``evaluate``.
+        ``inputs``: as of ``evaluate``.
         """
         given = StageInputs.of(
             self._stage, self.micro_batches, inputs, None, any_number=True, targets_too=False

@@ -1,8 +1,4 @@
-"""Which layers of a model a rule cuts, found and checked before anything is changed.
-
-Owns: what ``split`` refuses, each with the name and a remedy; where each parameter goes. Must not know: ranks' values,
-how layers are made.
-"""
+"""Which layers of a model a rule cuts, found and checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -26,13 +22,7 @@ HEADS = re.compile(r"_?(n|num|number_of)?_?([a-z_]+_)?heads?")
 
 
 class FoundLayer(NamedTuple):
-    """One module with parameters of its own.
-
-    Attributes:
-        name: its first name.
-        module: as built.
-        word: what the rule says of it.
-    """
+    """One module with parameters of its own, by its first name, and what the rule says of it."""
 
     name: str
     module: nn.Module

@@ -1,7 +1,5 @@
 """Cross entropy over logits whose vocabulary lies in parts on the ranks.
 
-Owns: the loss and its gradient, in fp32, some rows at a time. Must not know: layers, models.
-
     top    = largest logit of a row                  | maximum over the ranks
     total  = sum of exp(logit - top)                 | sum over the ranks, together with
     picked = logit of the target - top               | ... which lies on one of them
@@ -102,24 +100,20 @@ class _Top(Function):
 
     @staticmethod
     def forward(own: Tensor, sums: Sums) -> Tensor:
-        """(N,) fp32."""
         if own.shape[1]:
             return sums.maximum(own.amax(1).float())
         return sums.maximum(own.new_full(own.shape[:1], -torch.inf, dtype=torch.float32))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Say that there is no derivative."""
         ctx.mark_non_differentiable(output)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[None, None]:
-        """None."""
         return None, None
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:
-        """None."""
         return
 
 
@@ -136,7 +130,6 @@ class _SplitLoss(Function):
         sums: Sums,
         words: Words,
     ) -> Tensor:
-        """The sum over the rows that count, an fp32 scalar."""
         own = logits[:, : words.held]
         top = _Top.forward(own, sums)
         total, picked = torch.empty_like(top), torch.zeros_like(top)

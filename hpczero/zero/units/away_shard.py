@@ -1,7 +1,6 @@
 """AwayShard: a rank's shard of one unit on a tier, and what is on its way from there.
 
-Owns: the cut of the shard into records of the tier, and what is brought ahead of its use. Must not know: units' verbs,
-optimizers, media, MPI. Nothing here is collective.
+Nothing here is collective.
 
     window 0 of the unit   [ values | gradient | state a | state b ... ]   each part in a place of its own, fp32
     window 1               [ values | gradient | ...                   ]   but for a mirror of values, if there is one
@@ -16,9 +15,9 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from typing_extensions import override
 
 from hpczero.accelerator import Accelerator, Mark
 from hpczero.errors import TierError
-from hpczero.memory.buffers import Fresh, Memory
+from hpczero.memory.buffers import Memory, lasting
 from hpczero.plan.offloaded import ITEM
 from hpczero.tier import Fetch, Place, Record, Staged, Tier, Traffic
 
@@ -37,161 +36,95 @@ from hpczero.tier import Fetch, Place, Record, Staged, Tier, Traffic
 # made in backward, and gone after the step.
 
 
-class UnitStorage(Protocol):
-    """The values of one unit on this rank; nothing here is collective.
+class UnitStorage:
+    """The values of one unit on this rank, in a tensor that is always at hand. Subclasses have them elsewhere.
 
     Attributes:
         tensor: (numel,) what views are made of; only inside ``at_hand`` they can be read.
     """
-
-    tensor: Tensor
-
-    def start(self) -> None:
-        """Begin to bring the values, which will be read soon; ``read`` brings them too."""
-        ...
-
-    def read(self, into: Tensor) -> None:
-        """Copy the values to ``into``, (numel,) of any floating dtype."""
-        ...
-
-    def write(self, values: Tensor) -> None:
-        """Replace the values by ``values``, (numel,) of any floating dtype."""
-        ...
-
-    def at_hand(
-        self, *, changes: bool = False, anew: bool = False
-    ) -> AbstractContextManager[Tensor]:
-        """The values in memory, (numel,), to be read inside, and written with ``changes``.
-
-        With ``anew`` all of them are written inside; before that they may be zero.
-        """
-        ...
-
-
-class ResidentRest:
-    """Values in a tensor of this rank's, always at hand."""
 
     def __init__(self, tensor: Tensor) -> None:
         """``tensor``: (numel,), which may be a part of the buffer that whole parameters are views of."""
         self.tensor = tensor
 
     def start(self) -> None:
-        """Nothing to bring."""
+        """Begin to bring the values, which will be read soon; ``read`` brings them too."""
 
     def read(self, into: Tensor) -> None:
-        """Nothing where ``into`` is that very place."""
+        """Copy the values to ``into``, (numel,) of any floating dtype; nothing where that is where they are."""
         if not same_place(self.tensor, into):
             with torch.no_grad():
                 into.copy_(self.tensor)
 
     def write(self, values: Tensor) -> None:
-        """In place."""
+        """Replace the values by ``values``, (numel,) of any floating dtype."""
         if not same_place(self.tensor, values):
             with torch.no_grad():
                 self.tensor.copy_(values)
 
     @contextmanager
     def at_hand(self, *, changes: bool = False, anew: bool = False) -> Iterator[Tensor]:
-        """The tensor itself."""
+        """The values in memory, (numel,), to be read inside, and written with ``changes``.
+
+        With ``anew`` all of them are written inside; before that they may be zero.
+        """
         yield self.tensor
 
 
-class GradientRest(Protocol):
-    """The mean gradient of one unit on this rank; nothing here is collective.
+class GradientRest:
+    """The mean gradient of one unit on this rank, in memory that is taken anew for every step.
+
+    Whoever still points at an old one keeps it. A subclass has it elsewhere between uses.
 
     Attributes:
-        tensor: (numel,) fp32; has memory from ``take`` to ``put_away``, and inside ``at_hand``.
-        version: another number where the gradient may have changed.
         resident: it has memory all the time.
         squares: sums of squares of its parts, as ``norm.squares`` has them, where they are known; None elsewhere.
         failure: why it is not what was reduced, on this rank alone; None where it is.
     """
 
-    resident: bool
-
-    @property
-    def failure(self) -> TierError | None:
-        """See the attributes."""
-        ...
-
-    @property
-    def tensor(self) -> Tensor:
-        """See the attributes."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """See the attributes."""
-        ...
-
-    @property
-    def squares(self) -> list[float] | None:
-        """See the attributes."""
-        ...
-
-    def take(self) -> None:
-        """Memory for it; a gradient that was put away is in it again, else the content is undefined."""
-        ...
-
-    def put_away(self) -> None:
-        """Nobody works on it before the next ``take`` or ``at_hand``."""
-        ...
-
-    def drop(self) -> None:
-        """Forget it."""
-        ...
-
-    def scale(self, factor: float) -> None:
-        """Multiply what was put away."""
-        ...
-
-    def at_hand(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
-        """``tensor`` in memory, to be read inside, and written with ``changes``."""
-        ...
-
-
-class ResidentGradient:
-    """A gradient in memory that is taken anew for every step; whoever still points at an old one keeps it."""
-
     resident = True
-    squares = None
-    failure = None
+    squares: list[float] | None = None
+    failure: TierError | None = None
 
     def __init__(self, numel: int, *, memory: Memory, device: torch.device) -> None:
         """Not held: while activations are at their most, in forward, there are no gradients yet."""
-        self._fresh = Fresh(
-            numel, torch.float32, memory=memory, category="gradients", device=device
-        )
+        self._numel, self._memory, self._device = numel, memory, device
+        self._tensor: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor:
-        """Of this step."""
-        return self._fresh.tensor
+        """(numel,) fp32; has memory from ``take`` to ``put_away``, and inside ``at_hand``."""
+        assert self._tensor is not None, "held"
+        return self._tensor
 
     @property
     def version(self) -> int:
-        """Of the tensor."""
-        return self._fresh.tensor._version
+        """Another number where the gradient may have changed."""
+        return self.tensor._version
 
     def take(self) -> None:
-        """Nothing where it is there."""
-        self._fresh.take()
+        """Memory for it; a gradient that was put away is in it again, else the content is undefined."""
+        if self._tensor is None:
+            self._tensor = lasting(self._numel, torch.float32, self._device)
+            self._memory.add("gradients", self._tensor.nbytes)
 
     def put_away(self) -> None:
-        """It stays."""
+        """Nobody works on it before the next ``take`` or ``at_hand``."""
 
     def drop(self) -> None:
-        """This rank lets go of it."""
-        self._fresh.drop()
+        """Forget it."""
+        if self._tensor is not None:
+            self._memory.add("gradients", -self._tensor.nbytes)
+            self._tensor = None
 
     def scale(self, factor: float) -> None:
-        """In place."""
-        self._fresh.tensor.mul_(factor)
+        """Multiply what was put away."""
+        self.tensor.mul_(factor)
 
     @contextmanager
     def at_hand(self, *, changes: bool = False) -> Iterator[Tensor]:
-        """The tensor itself."""
-        yield self._fresh.tensor
+        """``tensor`` in memory, to be read inside, and written with ``changes``."""
+        yield self.tensor
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:
@@ -203,30 +136,8 @@ def same_place(one: Tensor, other: Tensor) -> bool:
 SENT = "near"  # what moves, as traffic has it
 
 
-class Near:
-    """Values in the dtype of the parameters, which whoever makes new ones copies here at once.
-
-    Attributes:
-        tensor: (numel,) where the model computes.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        """For the argument see the attribute."""
-        self.tensor = tensor
-
-    def settle(self) -> None:
-        """Return when all that was sent has arrived."""
-        return
-
-    def updated(self, window: range, values: Tensor) -> None:
-        """Elements of ``window`` are ``values`` now, wherever those are; they may change when this returns."""
-        self.settle()
-        with torch.no_grad():
-            self.tensor[window.start : window.stop].copy_(values)
-
-
 class Ascent:
-    """The way of updated parameters from memory of the host up to the device.
+    """The way of updated parameters from memory of the host up to the device; of one rank.
 
     Attributes:
         accelerator: of the device.
@@ -235,38 +146,42 @@ class Ascent:
     """
 
     def __init__(self, accelerator: Accelerator, traffic: Traffic) -> None:
-        """Of one rank."""
         self.accelerator, self.traffic = accelerator, traffic
         self.lane = accelerator.lane()
 
 
-class SentNear(Near):
-    """Values that the host has updated, sent to the device beside other work.
+class Near:
+    """Values in the dtype of the parameters where the model computes. Whoever makes new ones brings them here.
 
     Attributes:
-        sent: behind the last of it; None where all has arrived.
+        tensor: (numel,) where the model computes.
+        sent: behind the last of what the host has sent; None where all has arrived.
     """
 
-    def __init__(self, tensor: Tensor, ascent: Ascent) -> None:
-        """``tensor``: see ``Near``."""
-        super().__init__(tensor)
-        self._ascent = ascent
+    def __init__(self, tensor: Tensor, ascent: Ascent | None) -> None:
+        """``ascent``: where the host makes new values, which are sent beside other work."""
+        self.tensor, self._ascent = tensor, ascent
         self.sent: Mark | None = None
 
     def settle(self) -> None:
-        """As of ``Near``; the host waits, since what is started on the device afterwards may read at once."""
+        """Return when all that was sent has arrived: what is started on the device afterwards may read at once."""
         if self.sent is not None:
             self.sent.wait()
             self.sent = None
 
+    def updated(self, window: range, values: Tensor) -> None:
+        """Elements of ``window`` are ``values`` now, wherever those are; they may change when this returns."""
+        self.settle()
+        with torch.no_grad():
+            self.tensor[window.start : window.stop].copy_(values)
+
     def send(self, window: range, values: Tensor) -> None:
         """Start to bring elements of ``window``; nobody may change ``values`` before ``settle``.
 
-        Args:
-            window: elements of the shard.
-            values: (elements,) in the dtype of the parameters, in memory that the device copies from.
+        ``values``: (elements,) in the dtype of the parameters, in memory that the device copies from.
         """
         ascent = self._ascent
+        assert ascent is not None, "the host steps"
         ascent.lane.after(ascent.accelerator.mark())  # the device may still read what was there
         with torch.no_grad():
             ascent.lane.copy(self.tensor[window.start : window.stop], values)
@@ -279,6 +194,7 @@ MIRROR = "mirror"  # values in the dtype of the parameters: passes read it, or t
 SPARE = 2  # blocks that reading ahead leaves alone: one to work in, one that is being written
 
 
+@dataclass(eq=False)
 class UnitStore:
     """The tier of one model on this rank, and what is on its way from there.
 
@@ -291,20 +207,13 @@ class UnitStore:
         delayed: whether the host does so while the next batch is computed.
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        *,
-        blocks: int,
-        window_nbytes: int,
-        device: torch.device,
-        ascent: Ascent | None = None,
-        delayed: bool = False,
-    ) -> None:
-        """For the arguments see the attributes."""
-        self.tier, self.blocks, self.window_nbytes = tier, blocks, window_nbytes
-        self.device, self.ascent, self.delayed = device, ascent, delayed
-        self._ahead: dict[tuple[Place, str], Fetch] = {}
+    tier: Tier
+    blocks: int
+    window_nbytes: int
+    device: torch.device
+    ascent: Ascent | None = None
+    delayed: bool = False
+    _ahead: dict[tuple[Place, str], Fetch] = field(default_factory=dict)
 
     def start(self, place: Place, part: str) -> bool:
         """Begin to read ``part``, if a block can be spared; whether it is on its way now. See [Note: Ahead]."""
@@ -333,6 +242,11 @@ class UnitStore:
         for key in [key for key in self._ahead if key[0] in wanted]:
             self.give_up(self._ahead.pop(key))
 
+    def keep(self, places: Collection[Place]) -> None:
+        """Give up what was begun ahead of other places, if ``places`` could not all be read ahead otherwise."""
+        if len(self._ahead) + len(places) + SPARE > self.blocks:
+            self.forget({place for place, _ in self._ahead}.difference(places))
+
     def give_up(self, fetch: Fetch) -> None:
         """Its block goes back. That it could not be read is told to whoever wants it."""
         with suppress(TierError):
@@ -355,16 +269,27 @@ class _Begun(Fetch):
             return self._fetch.wait()
 
 
+# [Note: Mirror]
+# Values in half precision rest beside the fp32 ones, so that passes read half of the bytes.
+#
+#     pass    [ mirror ]                            where fp32 values would be read and cast
+#     step    [ values | gradient | state ] in, [ values | state | mirror ] out
+#
+# The copy is what a cast of a window's values gives, bit for bit. It leaves memory in the same write as they do: either
+# both are new or the write has failed for both.
+
+
 class AwayShard:
     """A rank's shard of one unit, on the tier.
 
     Attributes:
         windows: elements of the shard in each record, ascending.
         places: of them.
-        parts: what each record keeps.
+        parts: what each record keeps of every element, fp32 each.
         near: whether the parameters stay in memory besides, in their own dtype.
         store: of the rank.
         mirror: dtype of ``MIRROR``; None: there is none.
+        mirrored: whether passes read the mirror: see [Note: Mirror].
     """
 
     def __init__(
@@ -377,21 +302,13 @@ class AwayShard:
         near: bool,
         mirror: torch.dtype | None = None,
     ) -> None:
-        """Reserves room.
-
-        Args:
-            name: of the unit.
-            windows: see the attribute; one of all parts fits into a block of staging.
-            store: of the rank.
-            parts: what is kept of every element, fp32 each.
-            near: see the attribute.
-            mirror: see the attribute.
+        """Reserves room. All parts of one window fit into a block of staging.
 
         Raises:
             TierError: there is no such room.
         """
         self.store, self.parts, self.near = store, tuple(parts), near
-        self.mirror = mirror
+        self.mirror, self.mirrored = mirror, mirror is not None and not near
         self.windows = list(windows)
         self.places = []
         for index, window in enumerate(self.windows):
@@ -423,6 +340,11 @@ class AwayShard:
 
     def read(self, part: str, into: Tensor) -> None:
         """Copy ``part`` of the shard to ``into``, (numel,); zero for windows of which it was never written."""
+        # A step that was cut off has windows whose values have no mirror any more; then values are read.
+        if part == MIRROR and any(
+            VALUES in place.known and MIRROR not in place.known for place in self.places
+        ):
+            part = VALUES
         known = [part in place.known for place in self.places]
         for window, there in zip(self.windows, known, strict=True):
             if not there:
@@ -461,10 +383,13 @@ class AwayShard:
         """Replace ``part`` of a window by ``values``, (elements of the window,); returns before they are written."""
         self.store.forget([self.places[index]])
         self.store.make_room(SPARE)
-        staged = self.store.tier.fetch(self.places[index], [], fresh=[part]).wait()
+        made = [part, MIRROR] if part == VALUES and self.mirrored else [part]
+        staged = self.store.tier.fetch(self.places[index], [], fresh=made).wait()
         with torch.no_grad():
             floats(staged, part).copy_(values)
-        self.store.tier.evict(staged, [part])
+        if MIRROR in made:
+            self.renew_mirror(staged)
+        self.store.tier.evict(staged, made)
 
     def write(self, part: str, values: Tensor) -> None:
         """Replace ``part`` of the shard by ``values``, (numel,); returns before they are written."""
@@ -482,10 +407,20 @@ class AwayShard:
                 place.writes[part].wait()
 
     def drop(self, parts: Iterable[str]) -> None:
-        """Forget these parts of the shard, and what went wrong with them."""
+        """Forget these parts of the shard, and what went wrong with them; a mirror goes with its values."""
+        dropped = list(parts)
+        if VALUES in dropped and self.mirrored:
+            dropped.append(MIRROR)
         self.store.forget(self.places)
         for place in self.places:
-            self.store.tier.forget(place, parts)
+            self.store.tier.forget(place, dropped)
+
+    def renew_mirror(self, staged: Staged) -> Tensor:
+        """(elements,) ``MIRROR`` of what is staged, made from its values."""
+        mirror = staged[MIRROR].view(self.dtype_of(MIRROR))
+        with torch.no_grad():
+            mirror.copy_(floats(staged, VALUES))
+        return mirror
 
     def _staged(self, part: str, wanted: Sequence[bool]) -> Iterator[tuple[range, Staged]]:
         """Each window that is wanted with its part in memory; the next one is on its way meanwhile."""
@@ -505,6 +440,7 @@ class AwayShard:
                 self.store.give_up(fetch)
 
 
+@dataclass(frozen=True)
 class Away:
     """All of one model on this rank that rests on a tier.
 
@@ -514,11 +450,9 @@ class Away:
         read_ahead: units whose parameters are read before they are used.
     """
 
-    def __init__(
-        self, shards: Mapping[str, AwayShard], store: UnitStore | None, read_ahead: int = 0
-    ) -> None:
-        """For the arguments see the attributes."""
-        self.shards, self.store, self.read_ahead = shards, store, read_ahead
+    shards: Mapping[str, AwayShard]
+    store: UnitStore | None
+    read_ahead: int = 0
 
     def close(self) -> None:
         """What rests there is lost."""

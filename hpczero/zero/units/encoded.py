@@ -1,8 +1,5 @@
 """Encoded: frozen parameters that rest and travel as codes of few bits, and are decoded where they are used.
 
-Owns: this rank's codes, the wire on which all ranks' meet, and the moment of decoding. Must not know: how codes are
-made (``kernels.blockwise``), modules, hooks, MPI (`comm`).
-
     at rest   codes of this rank's shard            on transports whose buffers last, its slice of the wire
     unshard   codes of all shards on the wire       started like any gather, ahead of use too
     wait      whole parameters, decoded by the thread that is going to use them; the wire is given back
@@ -27,9 +24,8 @@ from typing_extensions import override
 from hpczero.comm.collectives import Collectives
 from hpczero.memory.buffers import Use, lasting
 from hpczero.plan import Stage, UnitSpec
-from hpczero.plan.layout import Codec
 from hpczero.plan.precision import Precision
-from hpczero.zero.units.away_shard import same_place
+from hpczero.zero.units.away_shard import UnitStorage, same_place
 from hpczero.zero.units.whole import UnitState, WholeParameters
 
 # Block-wise codes of 8 or 4 bits: blocks of values as levels between -1 and 1 times one fp32 scale.
@@ -144,11 +140,19 @@ class EncodedParameters(WholeParameters):
         stage: Stage,
         precision: Precision,
         comm: Collectives,
-        codec: Codec,
+        given_back: bool = False,
     ) -> None:
-        """Allocate the buffers. Collective on transports that share memory."""
-        super().__init__(spec, parameters, stage=stage, precision=precision, comm=comm)
-        self.codec = codec
+        """As of ``WholeParameters``; ``spec`` has a codec."""
+        super().__init__(
+            spec,
+            parameters,
+            stage=stage,
+            precision=precision,
+            comm=comm,
+            given_back=given_back,
+        )
+        assert spec.codec is not None, "chosen by it"
+        self.codec = codec = spec.codec
         self._words = codec.words(spec.layout.shard_numel)
         self._wire_lasts = comm.footprint.lasting
         self._wire = comm.allocate(
@@ -199,13 +203,9 @@ class EncodedParameters(WholeParameters):
         """From the wire to the parameters."""
         self._buffer.take()
         shards = self.spec.layout.num_shards
+        words, values = self._wire.tensor.view(shards, -1), self.flat.detach().view(shards, -1)
         with torch.no_grad():
-            decode(
-                self._wire.tensor.view(shards, -1),
-                self.flat.detach().view(shards, -1),
-                bits=self.codec.bits,
-                block=self.codec.block,
-            )
+            decode(words, values, bits=self.codec.bits, block=self.codec.block)
 
     @override
     def update(self, read: Callable[[Tensor], None]) -> None:
@@ -221,28 +221,21 @@ class EncodedParameters(WholeParameters):
         self._wire.release()
 
 
-class EncodedRest:
-    """This rank's values as codes; a Rest. Values that it gives are decoded in fp32. See [Note: Exact copies]."""
+class EncodedRest(UnitStorage):
+    """This rank's values as codes. Values that it gives are decoded in fp32. See [Note: Exact copies]."""
 
     def __init__(self, whole: EncodedParameters, numel: int) -> None:
         """``numel``: elements of this rank's shard."""
-        self._whole, self._codec = whole, whole.codec
-        self.tensor = lasting(numel, torch.float32, whole.encoded.device)
+        super().__init__(lasting(numel, torch.float32, whole.encoded.device))
         self.tensor.untyped_storage().resize_(0)
-
-    def start(self) -> None:
-        """Nothing to bring."""
+        self._whole, self._codec = whole, whole.codec
+        self._form = {"bits": whole.codec.bits, "block": whole.codec.block}
 
     def read(self, into: Tensor) -> None:
         """Decoded."""
-        codec = self._codec
+        into = into.detach().view(1, -1)
         with torch.no_grad():
-            decode(
-                self._whole.encoded.view(1, -1),
-                into.detach().view(1, -1),
-                bits=codec.bits,
-                block=codec.block,
-            )
+            decode(self._whole.encoded.view(1, -1), into, **self._form)
 
     def read_some(self, begin: int, into: Tensor) -> None:
         """Copy values from element ``begin`` on to ``into``; no other block is decoded."""
@@ -256,14 +249,14 @@ class EncodedRest:
             (1, (last - first) * codec.block), device=words.device, dtype=torch.float32
         )
         with torch.no_grad():
-            decode(part.view(1, -1), values, bits=codec.bits, block=codec.block)
+            decode(part.view(1, -1), values, **self._form)
             into.copy_(values[0, begin - first * codec.block :][: len(into)])
 
     def write(self, values: Tensor) -> None:
         """Encoded."""
         with torch.no_grad():
             flat = values.detach().to(self._whole.encoded.device, torch.float32)
-            encode(flat, self._whole.encoded, bits=self._codec.bits, block=self._codec.block)
+            encode(flat, self._whole.encoded, **self._form)
 
     @contextmanager
     def at_hand(self, *, changes: bool = False, anew: bool = False) -> Iterator[Tensor]:

@@ -1,12 +1,9 @@
 """UnitGradients: the gradients of one unit, from autograd to the optimizer.
 
-Owns: this rank's own gradient, its reduction, the mean over ranks that the optimizer reads, and which parameters have
-one. Must not know: values, modules, when to act (`schedule`), optimizers (they see `shards`).
-
-    local       this rank's gradient      (padded_numel,) param dtype, from first use in backward to the reduction;
-                                          one rank alone collects it where the mean will lie, in fp32
-    reduced     mean over ranks           fp32, this rank's shard, or the whole unit where the optimizer is replicated;
-                                          ``shards[i].grad`` are views of it; made in backward, gone with zero_grad
+local       this rank's gradient      (padded_numel,) param dtype, from first use in backward to the reduction;
+                                      one rank alone collects it where the mean will lie, in fp32
+reduced     mean over ranks           fp32, this rank's shard, or the whole unit where the optimizer is replicated;
+                                      ``shards[i].grad`` are views of it; made in backward, gone with zero_grad
 """
 
 from __future__ import annotations
@@ -103,13 +100,10 @@ class LocalGradient:
         return self._wire.tensor.dtype is not torch.float32
 
     def add(self, position: int, gradient: Tensor, accumulating: bool) -> None:
-        """Add ``gradient`` to slot ``position``.
+        """Add ``gradient``, dense and of the slot's shape, to slot ``position``.
 
-        Args:
-            position: slot index.
-            gradient: dense, of the slot's shape.
-            accumulating: more micro-batches follow before the reduction; half gradients are then summed in fp32,
-                because their sum in half precision loses what is small against it.
+        Where more micro-batches follow before the reduction (``accumulating``), half gradients are summed in fp32:
+        their sum in half precision loses what is small against it.
 
         Raises:
             StepError: a sparse gradient.
@@ -226,7 +220,6 @@ class Reducer(Protocol):
     @property
     def in_place(self) -> bool:
         """Whether ``into`` may be ``local`` itself, where it is not added to: nobody else has a part of the sum."""
-        ...
 
     def reduce(
         self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
@@ -240,19 +233,13 @@ class Reducer(Protocol):
             accumulate: add to ``into`` instead of replacing it.
             name: of the unit; what a reducer keeps from one step to the next, it keeps by this name.
         """
-        ...
 
 
 class ExactReducer:
     """The sum of the transport: fp32, in one order, whatever the ranks and nodes."""
 
     def __init__(self, comm: Collectives, *, apart: bool = False) -> None:
-        """Not collective.
-
-        Args:
-            comm: borrowed.
-            apart: whether means lie elsewhere than where gradients are collected, of any unit of the model.
-        """
+        """``apart``: whether means lie elsewhere than where gradients are collected, of any unit of the model."""
         self._comm, self._apart = comm, apart
 
     @property
@@ -281,13 +268,9 @@ class PartialReducer:
     def __init__(
         self, over_data: Reducer, over_tensor: Collectives, units: Sequence[UnitSpec], index: int
     ) -> None:
-        """Not collective.
+        """Over ranks with other samples, then over the tensor ranks, which have the same shapes. Not collective.
 
-        Args:
-            over_data: the reducer over ranks with other samples.
-            over_tensor: a transport over the tensor ranks, which have the same shapes; borrowed.
-            units: of the model.
-            index: of this rank's shard.
+        ``index``: of this rank's shard.
         """
         self._over_data, self._over_tensor = over_data, over_tensor
         self._runs: Mapping[str, list[slice]] = {
@@ -371,14 +354,7 @@ class Shards:
     """
 
     def __init__(self, layout: ShardLayout, master: Tensor, *, start: int, pieces: range) -> None:
-        """Not collective.
-
-        Args:
-            layout: of the unit.
-            master: (elements of ``pieces``,) fp32.
-            start: element of the unit at which ``master`` begins.
-            pieces: of which ranks.
-        """
+        """``master``: of the ``pieces`` of these ranks; it begins at element ``start`` of the unit. Not collective."""
         self.parameters: list[nn.Parameter] = []
         self.slots: list[int] = []
         self.pieces: list[int] = []
@@ -551,11 +527,7 @@ class Usage:
 def whole_copy(values: Tensor, layout: ShardLayout, comm: Collectives, *, name: str) -> Tensor:
     """(layout.numel,) fp32 copy. Collective where ``values`` are a shard.
 
-    Args:
-        values: (padded_numel,), equal on all ranks, or (shard_numel,), this rank's.
-        layout: of the whole.
-        comm: the transport.
-        name: for its messages.
+    ``values``: (padded_numel,), equal on all ranks, or (shard_numel,), this rank's.
     """
     if values.numel() == layout.padded_numel:
         return values[: layout.numel].detach().to(torch.float32, copy=True)
@@ -586,17 +558,7 @@ class UnitGradients:
         reducer: Reducer,
         rest: GradientRest,
     ) -> None:
-        """Not collective; memory is taken in the first backward.
-
-        Args:
-            spec: names, shapes and places.
-            optimized: what the optimizer sees.
-            stage: what is sharded.
-            precision: dtypes.
-            comm: the transport.
-            reducer: over it.
-            rest: where the mean lies from its reduction to the step.
-        """
+        """Not collective; memory is taken in the first backward."""
         self._spec, self._optimized = spec, optimized
         self._stage, self._comm, self._reducer = stage, comm, reducer
         layout = spec.layout

@@ -1,7 +1,6 @@
-"""The guard on parameters whose memory is given back.
+"""The guard on parameters whose memory is given back, and who answers for ``parameter.grad``.
 
-Owns: the error a user gets for touching a sharded parameter, without which torch would read freed memory; and who
-answers for ``parameter.grad``. Must not know: units, MPI.
+A user who touches a sharded parameter gets an error. Without it torch would read freed memory.
 """
 
 from __future__ import annotations
@@ -145,10 +144,8 @@ def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     del args, kwargs
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if (
-                getattr(type(parameter), "grad", None) is seen_gradient
-                and parameter.grad is not None
-            ):
+            seen = getattr(type(parameter), "grad", None) is seen_gradient
+            if seen and parameter.grad is not None:
                 raise StepError(
                     f"the {type(optimizer).__name__} that steps is not the one that zeroify was given; make the "
                     "optimizer before zeroify, pass it there, and step with that one"
@@ -165,11 +162,9 @@ class GradientSight(Protocol):
 
     def look(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The value of ``parameter.grad``."""
-        ...
 
     def assign(self, value: torch.Tensor | None) -> None:
         """``parameter.grad = value`` outside of backward."""
-        ...
 
 
 def _unchanged(
@@ -203,10 +198,14 @@ def _seen(parameter: ShardedParameter) -> Tensor:
     """A view that is guarded as ``parameter`` is, for its ``grad_fn``: hooks on several gradients look for it so."""
     with torch._C.DisableTorchFunctionSubclass():
         view = parameter.view_as(parameter)
-    view.__class__ = type(
-        "ShardedParameter", (ShardedParameter,), {"qualified_name": parameter.qualified_name}
-    )
+    view.__class__ = _closed_class(parameter.qualified_name)
     return view
+
+
+def _closed_class(qualified_name: str, **names: Any) -> type:
+    """``ShardedParameter`` for one parameter."""
+    members = {"qualified_name": qualified_name, **names}
+    return type("ShardedParameter", (ShardedParameter,), members)
 
 
 def _backward_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -239,9 +238,7 @@ class Guard:
         self.sight: GradientSight | None = None
         _watch_optimizers()
         self._own_class = self._open_class = type(parameter)
-        self._closed_class = type(
-            "ShardedParameter", (ShardedParameter,), {"qualified_name": qualified_name}
-        )
+        self._closed_class = _closed_class(qualified_name)
         # While its values are on their way; made when first needed.
         self._late_class: type | None = None
         self._shown = self._open_class  # which of them it has now
@@ -293,12 +290,9 @@ class Guard:
         """Let ``sight`` answer for ``parameter.grad``; None: autograd's own gradient and nothing else."""
         closed_now = self._shown is self._closed_class
         self.sight, self._late_class = sight, None
-        closed: dict[str, Any] = {"qualified_name": self._name}
-        self._open_class = self._own_class
-        if sight is not None:
-            closed |= {"grad": seen_gradient, "_grad": seen_gradient}
-            self._open_class = _with_sight(self._own_class)
-        self._closed_class = type("ShardedParameter", (ShardedParameter,), closed)
+        shown = {} if sight is None else {"grad": seen_gradient, "_grad": seen_gradient}
+        self._open_class = self._own_class if sight is None else _with_sight(self._own_class)
+        self._closed_class = _closed_class(self._name, **shown)
         self._shown = self._closed_class if closed_now else self._open_class
         self._parameter.__class__ = self._shown
 
@@ -435,9 +429,8 @@ _TOLD = METADATA - {Tensor.stride, Tensor.is_contiguous}
 class LateParameter(nn.Parameter):
     """A parameter whose values are on their way."""
 
-    settle: Callable[
-        [], None
-    ]  # returns when they are there; the parameter is of its own class then
+    # Returns when they are there; the parameter is of its own class then.
+    settle: Callable[[], None]
 
     @classmethod
     @override
@@ -485,14 +478,7 @@ class LateUpdate:
         *,
         allowed: bool,
     ) -> None:
-        """Not pending.
-
-        Args:
-            parameters: in slot order.
-            guards: of them.
-            layout: where each lies in the whole buffer.
-            allowed: whether values may be on their way after a step at all.
-        """
+        """Not pending. ``allowed``: whether values may be on their way after a step at all."""
         self._parameters, self._guards = list(parameters), list(guards)
         self._slots = layout.slots
         self._allowed = allowed
@@ -516,10 +502,9 @@ class LateUpdate:
         if _holders(flat) != 1 + len(self._parameters) + len(self._views):
             return False
         self._wait = wait
+        if self._nothing is None:
+            self._nothing = torch.full((), math.nan, dtype=flat.dtype, device=flat.device)
         nothing = self._nothing
-        if nothing is None:
-            nothing = torch.full((), math.nan, dtype=flat.dtype, device=flat.device)
-            self._nothing = nothing
         with torch._C.DisableTorchFunctionSubclass():
             for guard, parameter in zip(self._guards, self._parameters, strict=True):
                 set_own_data(parameter, nothing.expand(parameter.shape))

@@ -1,8 +1,5 @@
 """SeenGradient: what a training loop finds at ``parameter.grad``.
 
-Owns: which operations on a gradient work where it lies in shards, and what is said of the others. Must not know:
-buffers, hooks, how gradients are reduced.
-
 After backward the mean gradient lies in shards, so ``parameter.grad`` cannot be a tensor of values. It is a stand-in of
 the right shape. Elementwise changes by numbers go to the shards, norms are those of the whole gradient over all ranks,
 None drops the gradient. torch's own ``clip_grad_norm_``, ``clip_grad_value_`` and ``zero_grad`` therefore work on the
@@ -36,22 +33,10 @@ from hpczero.zero.units.guard import (
 from hpczero.zero.units.unit import Unit
 
 # Each element of the result depends on the same element and on numbers alone. In-place versions; lists go by theirs.
-_ELEMENTWISE = frozenset(
-    [
-        "mul_",
-        "div_",
-        "clamp_",
-        "clamp_min_",
-        "clamp_max_",
-        "nan_to_num_",
-        "neg_",
-        "sign_",
-        "zero_",
-        "fill_",
-        "abs_",
-        "tanh_",
-    ]
+_ELEMENTWISE_NAMES = (
+    "mul_ div_ clamp_ clamp_min_ clamp_max_ nan_to_num_ neg_ sign_ zero_ fill_ abs_ tanh_"
 )
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 _LISTS = {"clamp_min_": "maximum_", "clamp_max_": "minimum_"}  # other names of the same, for lists
 _SAME = frozenset(["detach", "alias"])
 _NORMS = frozenset(["linalg_vector_norm", "norm"])
@@ -63,33 +48,27 @@ class GradientSide(Protocol):
     @property
     def in_backward(self) -> bool:
         """Whether a backward runs, or was interrupted."""
-        ...
 
     @property
     def differentiable(self) -> bool:
         """Whether the last backward kept its own graph (``create_graph=True``)."""
-        ...
 
     def norm_of_slot(self, unit: Unit, position: int, order: float) -> float:
         """As ``GradientNorms.of_slot``."""
-        ...
 
     def note_change(self, name: str, what: str) -> None:
         """``what`` was done to the gradient of the parameter ``name``; ranks compare that."""
-        ...
 
     def note_drop(self) -> None:
         """A gradient is gone."""
-        ...
 
     def forget_interrupted(self) -> None:
         """Forget an interrupted backward, whose other gradients are incomplete."""
-        ...
 
 
 @dataclass(frozen=True)
 class SlotGradient:
-    """The gradient of one parameter, wherever its pieces are.
+    """The gradient of one parameter, wherever its pieces are; what ``parameter.grad`` is, as of ``GradientSight``.
 
     Attributes:
         unit, position: whose, and which of its slots.
@@ -114,6 +93,27 @@ class SlotGradient:
     def drops(self) -> int:
         """How often the gradient was dropped; whoever keeps it sees by this that it is gone."""
         return int(self.unit.gradients.drops[self.position])
+
+    def look(self, parameter: Tensor) -> Tensor | None:
+        """What ``parameter.grad`` is: None, or a stand-in for the gradient in shards."""
+        return SeenGradient(self, parameter) if self.is_there else None
+
+    def assign(self, value: Tensor | None) -> None:
+        """See ``GradientSight``.
+
+        Raises:
+            StepError: a tensor; hpczero would not know whether it is a mean over ranks.
+        """
+        if value is None:
+            self.drop()
+        elif isinstance(value, SeenGradient) and value._slot is self:
+            _check_kept(value)
+        else:
+            raise StepError(
+                f"parameter.grad of {self.name!r} was assigned a tensor; gradients of a zeroified model come "
+                "from backward alone, which takes their mean over ranks. Put the values into the loss, or change this "
+                "rank's own gradient by parameter.register_hook; None drops a gradient"
+            )
 
     def drop(self) -> None:
         """As ``parameter.grad = None``."""
@@ -142,34 +142,6 @@ class SlotGradient:
         with gradients.rest.at_hand(changes=True) if gradients.present else nullcontext():
             for piece in gradients.pieces_at(self.position):
                 operation(piece, *numbers)
-
-
-class Sight:
-    """``parameter.grad`` of one parameter; see ``parameter.GradientSight``."""
-
-    def __init__(self, slot: SlotGradient) -> None:
-        self._slot = slot
-
-    def look(self, parameter: Tensor) -> Tensor | None:
-        """What ``parameter.grad`` is: None, or a stand-in for the gradient in shards."""
-        return SeenGradient(self._slot, parameter) if self._slot.is_there else None
-
-    def assign(self, value: Tensor | None) -> None:
-        """See ``GradientSight``.
-
-        Raises:
-            StepError: a tensor; hpczero would not know whether it is a mean over ranks.
-        """
-        if value is None:
-            self._slot.drop()
-        elif isinstance(value, SeenGradient) and value._slot is self._slot:
-            _check_kept(value)
-        else:
-            raise StepError(
-                f"parameter.grad of {self._slot.name!r} was assigned a tensor; gradients of a zeroified model come "
-                "from backward alone, which takes their mean over ranks. Put the values into the loss, or change this "
-                "rank's own gradient by parameter.register_hook; None drops a gradient"
-            )
 
 
 class SeenGradient(Tensor):
@@ -202,58 +174,6 @@ class SeenGradient(Tensor):
         if not isinstance(value, SeenGradient) or value._slot is not self._slot:
             raise _refusal(self, "p.grad.data = ...")
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """As ``data``."""
-        raise _refusal(self, "set_")
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused, as whatever follows: torch shows it to nobody."""
-        raise _refusal(self, "numpy")
-
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _refusal(self, "numpy.asarray")
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _refusal(self, "__dlpack__")
-
-    def apply_(self, *args: Any) -> NoReturn:
-        """Refused."""
-        raise _refusal(self, "apply_")
-
-    def map_(self, *args: Any) -> NoReturn:
-        """Refused."""
-        raise _refusal(self, "map_")
-
-    def map2_(self, *args: Any) -> NoReturn:
-        """Refused."""
-        raise _refusal(self, "map2_")
-
-    def tolist(self) -> NoReturn:
-        """Refused."""
-        raise _refusal(self, "tolist")
-
-    def data_ptr(self) -> NoReturn:
-        """Refused."""
-        raise _refusal(self, "data_ptr")
-
-    def untyped_storage(self) -> NoReturn:
-        """Refused."""
-        raise _refusal(self, "untyped_storage")
-
-    def storage(self) -> NoReturn:
-        """Refused."""
-        raise _refusal(self, "storage")
-
-    def share_memory_(self) -> NoReturn:
-        """Refused."""
-        raise _refusal(self, "share_memory_")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refusal(self, "a copy")
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _refusal(self, "a copy")
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
@@ -280,6 +200,27 @@ class SeenGradient(Tensor):
             del options["out"]
             name += "_"
         return _change(first, name, args[1:], options)
+
+
+def _refused(name: str, said: str) -> Callable[..., NoReturn]:
+    def refuse(seen: SeenGradient, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _refusal(seen, said)
+
+    refuse.__name__ = name
+    return refuse
+
+
+# Methods that torch shows to nobody, by what is said of them.
+_BY_NAME = (
+    "set_ numpy __dlpack__ apply_ map_ map2_ tolist data_ptr untyped_storage storage share_memory_"
+)
+_SAID = {name: name for name in _BY_NAME.split()} | {
+    "__array__": "numpy.asarray",
+    "__reduce_ex__": "a copy",
+    "__deepcopy__": "a copy",
+}
+for _name, _said in _SAID.items():
+    setattr(SeenGradient, _name, _refused(_name, _said))
 
 
 def _on_list(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -516,7 +457,7 @@ def _fit(name: str, given: Sequence[Any]) -> bool:
 
 def _alike(values: Iterable[Any]) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
-        return len({v.shape for v in values if isinstance(v, (ShardPiece, _ShardParameter))}) < 2
+        return len({v.shape for v in values if isinstance(v, _OnPieces)}) < 2
 
 
 def _guarded(result: Any) -> Any:
@@ -538,7 +479,7 @@ def _on_pieces(
     if getattr(func, "__name__", "") not in _METADATA:
         for value in (*args, *kwargs.values()):
             for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, (ShardPiece, _ShardParameter)):
+                if isinstance(each, _OnPieces):
                     check_at_hand(each)
     result = _called(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -563,7 +504,21 @@ def _assign_data(piece: Tensor, value: Tensor) -> None:
         piece.copy_(value.detach())
 
 
-class ShardPiece(Tensor):
+class _OnPieces(Tensor):
+    """What is done to one of these is judged by ``_on_pieces``."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _on_pieces(func, types, args, kwargs)
+
+
+class ShardPiece(_OnPieces):
     """A piece of a parameter or of the mean gradient; elementwise operations work, those over all elements raise."""
 
     data = property(lambda piece: piece.detach(), _assign_data)
@@ -575,31 +530,9 @@ class ShardPiece(Tensor):
             "it; change it in place: p.grad.copy_(...)"
         )
 
-    @classmethod
-    @override
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return _on_pieces(func, types, args, kwargs)
 
-
-class _ShardParameter(nn.Parameter):
+class _ShardParameter(_OnPieces, nn.Parameter):
     """The optimizer's parameter between steps."""
-
-    @classmethod
-    @override
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return _on_pieces(func, types, args, kwargs)
 
     data = watched_data  # see shards.[Note: Changes of values between steps]
 

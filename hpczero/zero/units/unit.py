@@ -1,12 +1,9 @@
 """Unit: storage and state of one communicated group of parameters.
 
-Owns: the rank's shard of parameters, and the verbs unshard / reshard / refresh.
-Must not know: modules, hooks, when to act (`schedule`), optimizers (they see `shards`), MPI (`comm`).
-
-    whole       parameters, views of one buffer   (padded_numel,) param dtype; given back between uses where sharded
-    master      fp32, what is optimised   this rank's shard, or the whole unit where the optimizer is replicated; in
-                                          fp32 it *is* this rank's slice of the buffer where that lasts
-    gradients   see ``gradients.py``
+whole       parameters, views of one buffer   (padded_numel,) param dtype; given back between uses where sharded
+master      fp32, what is optimised   this rank's shard, or the whole unit where the optimizer is replicated; in
+                                      fp32 it *is* this rank's slice of the buffer where that lasts
+gradients   see ``gradients.py``
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from hpczero.memory.buffers import DTYPES, Buffer, lasting
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.away import keeps_values, new_master, rest_of_gradient, rest_of_values
-from hpczero.zero.units.away_shard import AwayShard, ResidentRest, UnitStorage, same_place
+from hpczero.zero.units.away_shard import AwayShard, UnitStorage, same_place
 from hpczero.zero.units.encoded import EncodedParameters, EncodedRest
 from hpczero.zero.units.gradients import Reducer, Shards, UnitGradients, whole_copy
 from hpczero.zero.units.whole import WholeParameters
@@ -53,8 +50,14 @@ class Unit:
     ) -> None:
         """Allocate the buffers. Collective on transports that share memory; ``comm.settle`` follows."""
         self.spec, self._stage, self._comm, self.away = spec, stage, comm, away
-        self.whole = _whole(
-            spec, parameters, stage=stage, precision=precision, comm=comm, away=away
+        kind = WholeParameters if spec.codec is None else EncodedParameters
+        self.whole = kind(
+            spec,
+            parameters,
+            stage=stage,
+            precision=precision,
+            comm=comm,
+            given_back=away is not None and not away.near,
         )
         self.optimized = Shards(
             spec.layout, torch.empty(0, dtype=torch.float32, device="cpu"), start=0, pieces=range(0)
@@ -71,19 +74,14 @@ class Unit:
             if stage.shards_parameters and not self.whole.lasts:
                 dtype = DTYPES[precision.param]
                 self._frozen = comm.allocate(spec.layout.shard_numel, dtype, category="parameters")
-            self.rest = ResidentRest(
+            self.rest = UnitStorage(
                 self.whole.flat[self._mine] if self._frozen is None else self._frozen.tensor
             )
 
     def train(self, spec: UnitSpec, precision: Precision, reducer: Reducer) -> None:
         """Of a frozen unit in memory: from now on it trains. Not collective, on all ranks alike.
 
-        Masters are made from the values as they are: exact, in fp32.
-
-        Args:
-            spec: as it is then, with the same layout.
-            precision: as at first.
-            reducer: as at first.
+        Masters are made from the values as they are: exact, in fp32. ``spec`` has the same layout.
         """
         whole, frozen = self.whole, self._frozen
         values = self.rest.tensor if self._stage.shards_optimizer else whole.flat
@@ -206,7 +204,7 @@ class Unit:
                 changed = mine != rest.to(mine.dtype)
                 rest.copy_(torch.where(changed, mine.to(rest.dtype), rest))
         if whole.shared:
-            whole.update(ResidentRest(new[self._mine]).read)
+            whole.update(UnitStorage(new[self._mine]).read)
             whole.wait_for_update()
         elif isinstance(whole, EncodedParameters):
             whole.show_kept()
@@ -217,7 +215,7 @@ class Unit:
         """Follow a program that has put values into other memory (``parameter.data = ...``), and masters with them."""
         rest = self.rest.tensor
         inside = torch._C._is_alias_of(rest, self.whole.flat)  # type: ignore[attr-defined]
-        if self.whole.take_over() and inside:
+        if self.whole.watch.take_over() and inside:
             rest.data = self._like_rest(self.whole.flat)
             self.optimized.follow()
 
@@ -262,8 +260,7 @@ class Unit:
     def replicated(self, owned: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every shard that the optimizer of this rank sees, with its values. Collective where it is replicated.
 
-        Args:
-            owned: (owned_numel,) fp32.
+        ``owned``: (owned_numel,) fp32.
         """
         full = owned
         if not self._stage.shards_optimizer:
@@ -299,26 +296,6 @@ class Unit:
                 rest = stack.enter_context(self.rest.at_hand())
             values = rest if sharded else self.whole.flat
             return whole_copy(values, self.spec.layout, self._comm, name=self.spec.name)
-
-
-def _whole(
-    spec: UnitSpec,
-    parameters: Sequence[nn.Parameter],
-    *,
-    stage: Stage,
-    precision: Precision,
-    comm: Collectives,
-    away: AwayShard | None,
-) -> WholeParameters:
-    """The whole parameters of a unit, which may come from codes."""
-    if spec.codec is not None:
-        return EncodedParameters(
-            spec, parameters, stage=stage, precision=precision, comm=comm, codec=spec.codec
-        )
-    given_back = away is not None and not away.near
-    return WholeParameters(
-        spec, parameters, stage=stage, precision=precision, comm=comm, given_back=given_back
-    )
 
 
 def _agreed(unit: Unit, comm: Collectives, what: str) -> AbstractContextManager[None]:

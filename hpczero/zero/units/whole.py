@@ -1,8 +1,5 @@
 """WholeParameters: whether a unit's parameters are whole, and the flat buffer that they are views of.
 
-Owns: the buffer's life, what fills it, who holds it. Must not know: the parameter objects (``views``), masters,
-gradients, optimizers, hooks, MPI (`comm`).
-
 [Note: Kept views]
 ``parameter.detach()``, ``.numpy()`` and ``module.state_dict()`` are views of the buffer, and nothing tells us of them.
 After ``gathered`` memory that was given back would be read through them: a crash. The same holds for a view that a
@@ -25,7 +22,7 @@ from torch import Tensor, nn
 from hpczero.comm import Collectives, Work
 from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import sum_of_bits
-from hpczero.memory.buffers import DTYPES, Use
+from hpczero.memory.buffers import DTYPES, Buffer, Use
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.guard import (
@@ -37,7 +34,7 @@ from hpczero.zero.units.guard import (
     set_own_gradients,
 )
 
-# ParameterViews: the model's parameters as views of a flat memory, and what the program does to them.
+# ParameterWatch: the model's parameters as views of a flat memory, and what the program does to them.
 #
 # [Note: Shared memory]
 # On some transports the ranks of a node see one copy of a unit's buffer. Nobody may then write it but its owner, slice
@@ -47,27 +44,31 @@ _version = attrgetter("_version")
 _trains = attrgetter("requires_grad")
 
 
-class AccessWatch:
-    """Of one unit; nothing here is collective.
+class ParameterWatch:
+    """The parameters of one unit as views of its buffer; nothing here is collective.
 
     Attributes:
         guards: of the parameters, in slot order.
     """
 
-    def __init__(self, spec: UnitSpec, parameters: Sequence[nn.Parameter], *, rank: int) -> None:
-        """Not collective.
-
-        Args:
-            spec: names, shapes and places.
-            parameters: in slot order.
-            rank: of this process, for errors.
-        """
-        self._slots = spec.layout.slots
-        self._parameters = list(parameters)
-        self._rank = rank
+    def __init__(
+        self, spec: UnitSpec, parameters: Sequence[nn.Parameter], buffer: Buffer, *, rank: int
+    ) -> None:
+        """``parameters``: the model's own, in slot order. ``make`` follows, which makes them views of ``buffer``."""
+        self._slots, self._parameters = spec.layout.slots, list(parameters)
+        self._buffer, self._rank = buffer, rank
         self.guards = [Guard(p, slot.name) for p, slot in zip(parameters, self._slots, strict=True)]
         self._versions: list[int] = []
-        self._places: list[Any] = []  # memory and form of flat and of each, when last found right
+        self._places: list[
+            Any
+        ] = []  # memory and form of the buffer and of each, when last found right
+        self._own: Tensor | None = None  # see [Note: Shared memory]
+        self._bits: Tensor | None = None  # of the values at ``note_bits``
+
+    @property
+    def now(self) -> Tensor:
+        """(padded_numel,), what the parameters are views of now: the buffer, or the copy."""
+        return self._buffer.tensor if self._own is None else self._own
 
     def note_versions(self) -> None:
         """What the parameters hold now is right."""
@@ -77,13 +78,9 @@ class AccessWatch:
         with torch._C.DisableTorchFunctionSubclass():  # metadata: no need to ask each guard
             return [*map(_version, self._parameters)]
 
-    @property
-    def changed_in_place(self) -> bool:
-        """Whether one was, since ``note_versions``, where torch counts it."""
-        return self._versions_now() != self._versions
-
-    def moved(self, flat: Tensor) -> list[str]:
-        """Names of those that are not the views of ``flat`` that they should be, or have another order of elements."""
+    def moved(self) -> list[str]:
+        """Names of those that lie elsewhere than they were put, or in another order of elements."""
+        flat = self.now
         with torch._C.DisableTorchFunctionSubclass():
             places = zip(self._parameters, self._slots, strict=True)
             return [slot.name for p, slot in places if not is_at(p, flat, slot)]
@@ -130,8 +127,9 @@ class AccessWatch:
                     "after zeroify; build and zeroify the model anew"
                 )
 
-    def check_values(self, flat: Tensor) -> None:
-        """Raises StepError if one was changed in place, or is not the view of ``flat`` that it should be; names it."""
+    def check_values(self) -> None:
+        """Raises StepError if one was changed in place, or is not the view of the buffer that it should be."""
+        flat = self._buffer.tensor
         with torch._C.DisableTorchFunctionSubclass():
             # Asked of every parameter at every step: where all lie as when last found right, nothing is left to see.
             # ``flat`` is alive, so nothing else has its memory.
@@ -143,30 +141,109 @@ class AccessWatch:
                 *map(Tensor.size, everything),
             ]
             if places != self._places or self._versions_now() != self._versions:
-                self._check_values(flat)
+                self._look_at_each(flat)
                 self._places = places
 
-    def _check_values(self, flat: Tensor) -> None:
-        alias, begins = torch._C._is_alias_of, flat.storage_offset()  # type: ignore[attr-defined]
-        seen = zip(self._parameters, self._slots, self._versions, strict=True)
-        for parameter, slot, version in seen:
+    def _look_at_each(self, flat: Tensor) -> None:
+        for parameter, slot, version in zip(
+            self._parameters, self._slots, self._versions, strict=True
+        ):
             if parameter._version != version:
                 raise StepError(
                     f"rank {self._rank}: parameter {slot.name!r} was changed in place since zeroify, and the "
                     "optimizer's copy was not; change parameters inside `with hpczero.gathered(model, "
                     "modifier_rank=0):`"
                 )
-            if slot.numel and not (
-                alias(parameter, flat)
-                and parameter.storage_offset() == begins + slot.offset
-                and parameter.shape == slot.shape
-                and parameter.is_contiguous()
-            ):
+            if not is_at(parameter, flat, slot):
                 raise StepError(
                     f"rank {self._rank}: parameter {slot.name!r} got new memory since zeroify, or other strides "
                     "(model.to(), .half(), load_state_dict(assign=True), parameter.data = ...?); do that before "
                     "zeroify, or change values inside `with hpczero.gathered(model, modifier_rank=0):`"
                 )
+
+    def make(self) -> None:
+        """Views of the buffer instead of what the parameters were, on the meta device, too. Gradients go."""
+        flat = self._buffer.tensor
+        for guard, parameter, view in zip(
+            self.guards, self._parameters, self._cut(flat), strict=True
+        ):
+            if parameter.device.type == "meta":
+                # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
+                empty = torch.empty(0, device=flat.device, dtype=torch.float32)
+                real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                # Keeps a version counter of its own: see device.[Note: Refilling freed parameters].
+                real.data = view
+                guard.fill(real)
+            else:
+                parameter.data = view
+            parameter.grad = None
+
+    def point_at(self, flat: Tensor) -> None:
+        """Views of ``flat``, whose values count from now on."""
+        for parameter, view in zip(self._parameters, self._cut(flat), strict=True):
+            parameter.data = view
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        return [flat[slot.offset : slot.stop].view(slot.shape) for slot in self._slots]
+
+    # --- while the user may write
+
+    def copy(self) -> None:
+        """Views of a copy of this rank's own until ``end_copy``; nothing if they are. See [Note: Shared memory]."""
+        if self._own is None:
+            self._own = self._buffer.tensor.clone()
+            self.point_at(self._own)
+
+    def end_copy(self) -> bool:
+        """Views of the buffer again, without what was written to the copy. Whether there was one."""
+        if self._own is None:
+            return False
+        self._own = None
+        self.point_at(self._buffer.tensor)
+        return True
+
+    def note_bits(self) -> None:
+        """What the values are now is what ``was_modified`` compares with."""
+        self._bits = sum_of_bits(self.now)
+
+    def was_modified(self) -> bool:
+        """Whether a parameter was changed since ``note_bits``, in place (by NumPy, too) or by other memory."""
+        if self.moved() or self._versions_now() != self._versions:
+            return True
+        return bool(sum_of_bits(self.now) != self._bits)
+
+    def take_over(self) -> bool:
+        """Values that the user put into other memory, by ``parameter.data = ...``, go where they are looked for.
+
+        The memory of before may still be somebody's: of a backup, or of another parameter that was exchanged for this
+        one. It is left to them.
+
+        Returns:
+            Whether the buffer has other memory now.
+
+        Raises:
+            StepError: values have another shape or dtype; says which parameter.
+        """
+        dtype = self.now.dtype
+        for parameter, slot in zip(self._parameters, self._slots, strict=True):
+            if parameter.shape != slot.shape or parameter.dtype != dtype:
+                raise StepError(
+                    f"parameter {slot.name!r} was given {parameter.dtype} {tuple(parameter.shape)} inside gathered, "
+                    f"expected {dtype} {slot.shape}; build the model as it shall be before zeroify"
+                )
+        if not self.moved():
+            return False
+        values = [parameter.detach().clone() for parameter in self._parameters]
+        if self._own is None:
+            self._buffer.renew()
+            self._buffer.tensor.zero_()
+        else:
+            self._own = torch.zeros_like(self._own)
+        self.point_at(self.now)
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, values, strict=True):
+                parameter.copy_(value)
+        return self._own is None
 
 
 # Marks: how a rank whose medium has failed tells its peers so through a gather.
@@ -217,120 +294,6 @@ class Marks:
             )
         error.agreed = self._is_job
         return error
-
-
-class ParameterViews:
-    """Of one unit. Nothing here is collective. ``flat`` is the unit's buffer everywhere, (padded_numel,).
-
-    Attributes:
-        watch: over the parameters, with their guards.
-    """
-
-    def __init__(self, spec: UnitSpec, parameters: Sequence[nn.Parameter], *, rank: int) -> None:
-        """Not collective; ``make`` follows.
-
-        Args:
-            spec: names, shapes and places.
-            parameters: the model's own objects, in slot order.
-            rank: of this process, for errors.
-        """
-        self.watch = AccessWatch(spec, parameters, rank=rank)
-        self._slots, self._parameters = spec.layout.slots, list(parameters)
-        self._own: Tensor | None = None  # see [Note: Shared memory]
-        self._bits = torch.zeros(
-            (), dtype=torch.int64, device="cpu"
-        )  # of the values at ``note_bits``
-
-    def make(self, flat: Tensor) -> None:
-        """Views of ``flat`` instead of what the parameters were, on the meta device, too. Gradients go."""
-        views = self._cut(flat)
-        for guard, parameter, view in zip(self.watch.guards, self._parameters, views, strict=True):
-            if parameter.device.type == "meta":
-                # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
-                empty = torch.empty(0, device=flat.device, dtype=torch.float32)
-                real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                # Keeps a version counter of its own: see device.[Note: Refilling freed parameters].
-                real.data = view
-                guard.fill(real)
-            else:
-                parameter.data = view
-            parameter.grad = None
-
-    def point_at(self, flat: Tensor) -> None:
-        """Views of ``flat``, whose values count from now on."""
-        for parameter, view in zip(self._parameters, self._cut(flat), strict=True):
-            parameter.data = view
-
-    def _cut(self, flat: Tensor) -> list[Tensor]:
-        return [flat[slot.offset : slot.stop].view(slot.shape) for slot in self._slots]
-
-    # --- while the user may write
-
-    def now_of(self, flat: Tensor) -> Tensor:
-        """What the parameters are views of now: ``flat``, or the copy."""
-        return flat if self._own is None else self._own
-
-    def copy(self, flat: Tensor) -> None:
-        """Views of a copy of this rank's own until ``end_copy``; nothing if they are. See [Note: Shared memory]."""
-        if self._own is None:
-            self._own = flat.clone()
-            self.point_at(self._own)
-
-    def end_copy(self, flat: Tensor) -> bool:
-        """Views of ``flat`` again, without what was written to the copy. Whether there was one."""
-        if self._own is None:
-            return False
-        self._own = None
-        self.point_at(flat)
-        return True
-
-    def note_bits(self, flat: Tensor) -> None:
-        """What the values are now is what ``was_modified`` compares with."""
-        self._bits = sum_of_bits(self.now_of(flat))
-
-    def was_modified(self, flat: Tensor) -> bool:
-        """Whether a parameter was changed since ``note_bits``, in place (by NumPy, too) or by other memory."""
-        if self.moved(flat) or self.watch.changed_in_place:
-            return True
-        return bool(sum_of_bits(self.now_of(flat)) != self._bits)
-
-    def moved(self, flat: Tensor) -> list[str]:
-        """Names of parameters that lie elsewhere than they were put, or in another order of elements."""
-        return self.watch.moved(self.now_of(flat))
-
-    def take_over(self, flat: Tensor, renew: Callable[[], Tensor]) -> bool:
-        """Values that the user put into other memory, by ``parameter.data = ...``, go where they are looked for.
-
-        The memory of before may still be somebody's: of a backup, or of another parameter that was exchanged for this
-        one. It is left to them.
-
-        Args:
-            flat: the buffer.
-            renew: gives the buffer other memory, of zeros, and returns it.
-
-        Returns:
-            Whether the buffer has other memory now.
-
-        Raises:
-            StepError: values have another shape or dtype; says which parameter.
-        """
-        now = self.now_of(flat)
-        for parameter, slot in zip(self._parameters, self._slots, strict=True):
-            if parameter.shape != slot.shape or parameter.dtype != now.dtype:
-                raise StepError(
-                    f"parameter {slot.name!r} was given {parameter.dtype} {tuple(parameter.shape)} inside gathered, "
-                    f"expected {now.dtype} {slot.shape}; build the model as it shall be before zeroify"
-                )
-        if not self.moved(flat):
-            return False
-        values = [parameter.detach().clone() for parameter in self._parameters]
-        if self._own is not None:
-            self._own = torch.zeros_like(self._own)
-        self.point_at(renew() if self._own is None else self._own)
-        with torch.no_grad():
-            for parameter, value in zip(self._parameters, values, strict=True):
-                parameter.copy_(value)
-        return self._own is None
 
 
 CUT_OFF = (
@@ -397,8 +360,7 @@ class WholeParameters:
         self.shared = self._buffer.shared
         self.lasts = not in_flight
         self._buffer.release()
-        self._views = ParameterViews(spec, self.parameters, rank=comm.rank)
-        self.watch = self._views.watch
+        self.watch = ParameterWatch(spec, self.parameters, self._buffer, rank=comm.rank)
         replaced = stage.shards_optimizer and not stage.shards_parameters and not self.shared
         # In fp32 the masters are a part of the buffer, and the next update would change what is on its way.
         allowed = comm.footprint.overlap and replaced and precision.has_masters
@@ -419,7 +381,7 @@ class WholeParameters:
     @property
     def flat_of_user(self) -> Tensor:
         """What the parameters are views of now."""
-        return self._views.now_of(self.flat)
+        return self.watch.now
 
     def load(self, values: Tensor | None) -> None:
         """Make the parameters views of the buffer.
@@ -435,7 +397,7 @@ class WholeParameters:
                     self.flat[self.mine].copy_(values[self.mine])
                 else:
                     self.flat.copy_(values)
-        self._views.make(self.flat)
+        self.watch.make()
         self.note_versions()
         if self._sharded:
             self.reshard()
@@ -448,8 +410,7 @@ class WholeParameters:
     def unshard(self, read: Callable[[Tensor], None]) -> None:
         """Start making the parameters whole; nothing if they are, or if it has started. Collective.
 
-        Args:
-            read: puts the newest values of this rank's slice into that slice, (shard_numel,).
+        ``read`` puts the newest values of this rank's slice into that slice, (shard_numel,).
         """
         self.check_certain()
         if self.state not in (UnitState.SHARDED, UnitState.RETAINED):
@@ -476,10 +437,7 @@ class WholeParameters:
         self._gathered = True
 
     def wait_for_unshard(self, *, given_up: bool = False) -> None:
-        """Return when the parameters are whole.
-
-        Args:
-            given_up: nobody is going to use them.
+        """Return when the parameters are whole. ``given_up``: nobody is going to use them.
 
         Raises:
             TierError: on every rank; one of them could not read its part. They are sharded again then.
@@ -514,7 +472,7 @@ class WholeParameters:
             return
         if not self.shared and (self._lent or self._buffer.pinned):
             self._buffer.renew()
-            self._views.point_at(self.flat)
+            self.watch.point_at(self.flat)
         self._lent = False
         for guard in self.watch.guards:
             guard.close()
@@ -524,10 +482,7 @@ class WholeParameters:
     def update(self, read: Callable[[Tensor], None]) -> None:
         """Every rank's slice has new values. Collective where the buffer keeps them.
 
-        ``wait_for_update`` follows where the parameters are whole.
-
-        Args:
-            read: puts this rank's into its slice, (shard_numel,).
+        ``wait_for_update`` follows where the parameters are whole. ``read`` puts this rank's values into its slice.
         """
         self.late.settle()
         self.forget_copy()
@@ -566,16 +521,16 @@ class WholeParameters:
         """Keep the parameters whole, whatever runs, until as many calls of ``let_go``; the user may write to them."""
         self.holds += 1
         if self.shared:
-            self._views.copy(self.flat)
+            self.watch.copy()
         if self.holds == 1:
-            self._views.note_bits(self.flat)
+            self.watch.note_bits()
 
     def let_go(self, *, retain: bool = False, in_use: bool = False) -> None:
         """End one ``hold``; after the last one see ``reshard``, unless a call that goes on has them ``in_use``."""
         self.holds -= 1
         if self.holds:
             return
-        if self._views.end_copy(self.flat):
+        if self.watch.end_copy():
             self.watch.note_versions()
         elif self._sharded:
             self.lend()
@@ -595,15 +550,15 @@ class WholeParameters:
         """The model is released: what is whole becomes memory of this rank's own."""
         self.wait_for_unshard()
         if self.shared and self.state in (UnitState.WHOLE, UnitState.RETAINED):
-            self._views.point_at(self.flat.clone())
+            self.watch.point_at(self.flat.clone())
         for guard in self.watch.guards:
             guard.leave()
 
     def doubt(self, why: str = CUT_OFF) -> None:
         """What was changed is lost or not; see ``doubtful``. Afterwards values can be set as ever."""
         self.doubtful = why
-        if not (self._sharded or self.holds) and self.watch.moved(self.flat):
-            self._views.point_at(self.flat)
+        if not (self._sharded or self.holds) and self.watch.moved():
+            self.watch.point_at(self.flat)
 
     def check_certain(self) -> None:
         """Raises StepError where the parameters are ``doubtful``."""
@@ -617,29 +572,6 @@ class WholeParameters:
         """What the parameters hold now is right."""
         self.doubtful = ""
         self.watch.note_versions()
-
-    def was_modified(self) -> bool:
-        """Whether a parameter was changed since the first ``hold``, in place (by NumPy, too) or by other memory."""
-        return self._views.was_modified(self.flat)
-
-    def moved(self) -> list[str]:
-        """Names of parameters that lie elsewhere than the unit has put them, or in another order of elements."""
-        return self._views.moved(self.flat)
-
-    def take_over(self) -> bool:
-        """Values that the user put into other memory go where the unit looks for them: ``ParameterViews.take_over``.
-
-        Returns:
-            Whether the buffer has other memory now.
-
-        Raises:
-            StepError: values have another shape or dtype; says which parameter.
-        """
-        return self._views.take_over(self.flat, self._renewed)
-
-    def _renewed(self) -> Tensor:
-        self._buffer.renew()
-        return self.flat.zero_()
 
     def check_untouched(self) -> None:
         """Raise if a parameter was changed or moved behind the unit's back, or is about to be.
@@ -666,4 +598,4 @@ class WholeParameters:
             )
         if not (self.holds or self.late.pending):
             self.watch.check_guards()
-            self.watch.check_values(self.flat)
+            self.watch.check_values()

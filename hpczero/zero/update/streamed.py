@@ -33,13 +33,12 @@ from hpczero.accelerator import Mark
 from hpczero.errors import StepError, TierError
 from hpczero.tier import Fetch, InPlaceTier, Staged
 from hpczero.tier.host import InPlace, Opening
-from hpczero.zero.units.away import AwayGradient, AwayRest, mirrored
+from hpczero.zero.units.away import AwayGradient, AwayRest
 from hpczero.zero.units.away_shard import (
     GRADIENT,
     MIRROR,
     VALUES,
     AwayShard,
-    SentNear,
     UnitStore,
     floats,
 )
@@ -435,15 +434,15 @@ class HostUpdate(StreamedUpdate):
 
     @override
     def _bring_up(self, rest: AwayRest, elements: range, staged: Staged) -> list[str]:
-        if not isinstance(rest.near, SentNear):
+        if rest.near is None:
             return super()._bring_up(rest, elements, staged)
-        rest.near.send(elements, ready(staged, rest.near.tensor.dtype))
+        rest.near.send(elements, ready(rest, staged))
         return []
 
 
-def ready(staged: Staged, dtype: torch.dtype) -> Tensor:
-    """(elements,) values of a window in ``dtype``, where they rest, so that they can be sent from there."""
-    return mirrored(staged, dtype) if MIRROR in staged else floats(staged, VALUES)
+def ready(rest: AwayRest, staged: Staged) -> Tensor:
+    """(elements,) values of a window in the dtype of the parameters, where they rest, to be sent from there."""
+    return rest.shard.renew_mirror(staged) if MIRROR in staged else floats(staged, VALUES)
 
 
 @contextmanager
@@ -589,7 +588,7 @@ class DelayedUpdate(HostUpdate):
         for unit, index, runs in reversed(list(self._wanted(group_of))):
             window = self._window(unit, index, runs)
             near = unit.rest.near if isinstance(unit.rest, AwayRest) else None
-            tasks.append(Task(window, near.sent if isinstance(near, SentNear) else None))
+            tasks.append(Task(window, None if near is None else near.sent))
             if isinstance(unit.gradients.rest, AwayGradient):
                 # The thread multiplies it, and may do more.
                 unit.gradients.rest.changed(window.elements)
@@ -629,7 +628,7 @@ class DelayedUpdate(HostUpdate):
         task.staged, task.stepped = staged, self._compute(window, staged, twin)
         rest = window.unit.rest
         if isinstance(rest, AwayRest) and rest.near is not None:
-            task.source = ready(staged, rest.near.tensor.dtype)
+            task.source = ready(rest, staged)
         staged.end()
 
     def _take_over(self, task: Task) -> None:
@@ -640,7 +639,7 @@ class DelayedUpdate(HostUpdate):
         self._begun.remove(task.window.fetch)
         rest = task.window.unit.rest
         if task.source is not None and isinstance(rest, AwayRest):
-            assert isinstance(rest.near, SentNear), "the host steps"
+            assert rest.near is not None, "it has a source"
             rest.near.send(task.window.elements, task.source)
 
     def _check_state(self, pending: Pending) -> None:
