@@ -115,6 +115,7 @@ HPCZERO = House(
         "models",
         "kernels",
         "files",
+        "lazy",
         "errors",
     ),
     {
@@ -126,11 +127,13 @@ HPCZERO = House(
         "__init__": "names",
         "checkpoint/__init__": "names",
         "hf/__init__": "names",
+        "lazy": "lazy",
         "errors": "errors",
     },
     {
         "commands": "The commands: options, then one call below.",
         "names": "The public names, loaded on first use: `import hpczero` starts neither MPI nor torch.",
+        "lazy": "How the public packages load their names.",
         "errors": "The errors: their tree, exit codes, and the one way a command ends.",
     },
 )

@@ -173,7 +173,7 @@ def _some(names: list[str]) -> str:
 def their_config(
     shapes: Mapping[str, Shape], model: Mapping[str, Any], *, heads: int | None, tied: bool
 ) -> dict[str, Any]:
-    """What ``config.json`` says of a model that ``check`` has let through.
+    """What ``config.json`` says of a model that ``check`` has let through, which has the same arguments.
 
     Args:
         shapes: as in ``check``.
@@ -306,14 +306,7 @@ def grouped(name: str, shape: Shape, heads: int) -> Shape | None:
 def neox_config(
     shapes: Mapping[str, Shape], model: Mapping[str, Any], *, heads: int, tied: bool
 ) -> dict[str, Any]:
-    """What ``config.json`` says of a model that ``check`` has let through.
-
-    Args:
-        shapes: of all parameters, in our layout.
-        model: fields of ``GPTConfig``.
-        heads: attention heads.
-        tied: whether the head is the token embedding.
-    """
+    """What ``config.json`` says of a model that ``check`` has let through; arguments as of ``their_config``."""
     vocab_size, hidden = shapes[TABLE]
     layers = sum(name.endswith(".attention.qkv.weight") for name in shapes)
     dropout = float(model.get("dropout", 0.0))

@@ -46,19 +46,16 @@ class BridgeExchange:
     def __init__(
         self, group: Group, make: Callable[[Group, torch.device], Path], name: str
     ) -> None:
-        """Not collective.
+        """Not collective. ``make`` makes the path, with the first call, collectively.
 
-        Args:
-            group: must outlive this.
-            make: makes the path, with the first call; collective.
-            name: of the process group, for messages.
+        ``name`` is that of the process group.
         """
         self.group, self.rank, self.size = group, group.rank, group.size
         self._make, self._name = make, name
         self._path: Path | None = None
 
     def close(self) -> None:
-        """Give the path back. Collective."""
+        """Give the path back."""
         if self._path is not None:
             self._path.close()
             self._path = None
@@ -68,12 +65,7 @@ class BridgeExchange:
         self._meet("barrier")
 
     def all_gather(self, own: Tensor, rows: Sequence[Tensor]) -> None:
-        """``own`` of every rank into ``rows``.
-
-        Args:
-            own: any dtype; the same dtype and length on every rank.
-            rows: one for each rank, of dtype and length of ``own``; the own one may be ``own`` itself.
-        """
+        """``own`` of every rank, of one dtype and length, into ``rows``, of which the own one may be ``own`` itself."""
         what = f"all_gather of {words(own)}"
         self._gathered(what, as_bytes(own), copying(dict(enumerate(rows))))
 
@@ -112,12 +104,9 @@ class BridgeExchange:
         self._gathered(what, reduction.prepared(flat), read)
 
     def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, reduction: Reduction) -> None:
-        """Part ``rank`` of all ranks, reduced, into ``out``.
+        """Part ``rank`` of all ranks, reduced, into ``out``, which may lie within the own part.
 
-        Args:
-            parts: one for each rank, of the dtype of ``out``, each of the same length on all ranks.
-            out: may lie within the own part.
-            reduction: the same on every rank.
+        Part i has the same length on all ranks.
         """
         reduction.check(out.dtype)
         given = [reduction.prepared(part) for part in parts]
@@ -132,11 +121,7 @@ class BridgeExchange:
         self._send_all(given, came)
 
     def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """``sent[i]`` of every rank to rank i; what rank i has for this one into ``received[i]``.
-
-        Args:
-            sent: one for each rank, of one dtype and any lengths.
-            received: one for each rank, of lengths that the others send.
+        """``sent[i]`` of every rank to rank i; what rank i has for this one into ``received[i]``. Lengths may differ.
 
         Raises:
             CommError: a rank expects another number of bytes than it is sent; on every rank.
@@ -281,11 +266,7 @@ class Reads:
     """Reads of the other ranks' memory."""
 
     def __init__(self, processes: list[int]) -> None:
-        """Not collective; ``create`` tries whether it works.
-
-        Args:
-            processes: number of each rank's process.
-        """
+        """Not collective; ``create`` tries whether it works. ``processes``: number of each rank's process."""
         self._processes = processes
         self._call = ctypes.CDLL(None, use_errno=True).process_vm_readv
         pointer = ctypes.POINTER(_IOVec)

@@ -54,10 +54,12 @@ def until(done: Callable[[], bool], limit_s: float = math.inf, *, nap_s: float =
 
 
 class BridgeWork(dist.Work):
-    """What a call that was started has in common with a message under way."""
+    """What a call that was started has in common with a message under way.
+
+    ``what`` names it, ``result`` is what it fills.
+    """
 
     def __init__(self, what: str, result: Any) -> None:
-        """Not collective. ``what`` names it in messages; ``result`` is what it fills."""
         super().__init__()
         self._what, self._result = what, result
         self._error: BaseException | None = None
@@ -93,15 +95,7 @@ class Started(BridgeWork):
     def __init__(
         self, what: str, result: Any, line: Line, number: int, limit_s: float | None = None
     ) -> None:
-        """Not collective.
-
-        Args:
-            what: names the call in messages.
-            result: what the call fills, for ``result`` and the future.
-            line: of the group.
-            number: of the call there.
-            limit_s: seconds that ``wait`` waits; None waits until the group's watchdog ends the job.
-        """
+        """Not collective. ``wait`` waits ``limit_s`` seconds; None: until the group's watchdog ends the job."""
         super().__init__(what, result)
         self._line, self._number, self._limit_s = line, number, limit_s
         self._done = threading.Event()
@@ -167,11 +161,9 @@ class Line:
     """The calls of one group, in order."""
 
     def __init__(self, watchdog: Watchdog, name: str) -> None:
-        """Not collective.
+        """Not collective. The watchdog looks at every call while it runs.
 
-        Args:
-            watchdog: looks at every call while it runs. A call that waits for its turn is not late.
-            name: of the group, for messages.
+        A call that waits for its turn is not late.
         """
         self._watchdog, self._name = watchdog, name
         self._queue: deque[tuple[int, Started, Callable[[], None]] | None] = deque()
@@ -287,7 +279,6 @@ class Line:
         self._make(started, call, from_queue=True)
 
     def _complete(self, number: int, future: Future[Any], what: str) -> None:
-        """Its callbacks run."""
         before, self._place = self._place, number
         with self._watchdog.watch(f"a callback of a future of {what}"), suppress(RuntimeError):
             future.set_result(None)  # whose callbacks are the program's, and may raise

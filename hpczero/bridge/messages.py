@@ -40,15 +40,7 @@ class MessageWork(BridgeWork):
         watchdog: Watchdog,
         end: Callable[[list[MPI.Status]], None],
     ) -> None:
-        """Not collective.
-
-        Args:
-            what: names it.
-            requests: of MPI.
-            tensor: of the program.
-            watchdog: looks at waits.
-            end: called once with what MPI says of each request, when all are done.
-        """
+        """Not collective. ``end`` is called once with what MPI says of each request, when all are done."""
         super().__init__(what, [tensor])
         self._requests, self._watchdog, self._end = requests, watchdog, end
         self._lock = threading.Lock()
@@ -123,13 +115,7 @@ class GroupMessages:
     """Messages between the ranks of one group."""
 
     def __init__(self, comm: MPI.Intracomm, watchdog: Watchdog, name: str) -> None:
-        """Not collective.
-
-        Args:
-            comm: the ranks; carries nothing else. Borrowed.
-            watchdog: looks at waits.
-            name: of the group, for messages.
-        """
+        """Not collective. ``comm``, borrowed, carries nothing else. ``name`` is that of the group."""
         self._comm, self._watchdog, self._name = comm, watchdog, name
         self._most_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
         # MPI uses their memory, also if the program forgets them.
@@ -150,12 +136,9 @@ class GroupMessages:
             return self._started(MessageWork(what, requests, tensor, self._watchdog, end))
 
     def receive(self, tensor: Tensor, rank: int | None, tag: int) -> MessageWork:
-        """Start to receive into ``tensor``, of any dtype and strides. Not collective.
+        """Start to receive into ``tensor``, of any dtype and strides, and of as many bytes as are sent. Not collective.
 
-        Args:
-            tensor: of as many bytes as are sent.
-            rank: the sender; None takes a message of any.
-            tag: as it is sent with.
+        ``rank`` None takes a message of any rank.
         """
         what = self._words("receive", tensor, rank, tag)
         check_apart(what, [tensor])

@@ -132,7 +132,7 @@ class MPIProcessGroup(_Named):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Started:
         """Reduce each tensor over all ranks, in place."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        tensors = _several(tensors)
         act = partial(self.exchange.all_reduce, reduction=_reduction(opts, tensors))
         return self.start("allreduce", [([each], act) for each in tensors], opts, tensors)
 
@@ -157,22 +157,16 @@ class MPIProcessGroup(_Named):
             "reduce_scatter", parts, opts, outs, [row for rows in inps for row in rows]
         )
 
-    def reduce_scatter_single(self, out: Tensor, inp: Tensor, opts: Any = None) -> Started:
-        """Reduce a tensor over all ranks, of which each keeps a part."""
-        return self.reduce_scatter_single_coalesced([out], [inp], opts)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def reduce_scatter_single_coalesced(
-        self, outs: Tensors, inps: Tensors, opts: Any = None
-    ) -> Started:
-        """``reduce_scatter_single`` of several tensors."""
+    def reduce_scatter_single(self, outs: Any, inps: Any, opts: Any = None) -> Started:
+        """Reduce a tensor over all ranks, of which each keeps a part; or several tensors."""
+        outs, inps = _several(outs), _several(inps)
         for out, inp in zip(outs, inps, strict=True):
             check_whole("reduce_scatter_single", inp, out, self.exchange.size)
         parts = _reduced(self.exchange, outs, inps, _reduction(opts, outs))
-        return self.start("reduce_scatter_single", parts, opts, list(outs), inps)
+        return self.start("reduce_scatter_single", parts, opts, outs, inps)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_single_coalesced = _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single
 
     # --- calls that bring tensors to all ranks, or to one
 
@@ -188,22 +182,16 @@ class MPIProcessGroup(_Named):
         """``allgather`` of several tensors, of which ``outs`` has one list for each rank."""
         return self.allgather(list(zip(*outs, strict=True)), inps, opts)
 
-    def all_gather_single(self, out: Tensor, inp: Tensor, opts: Any = None) -> Started:
-        """Every rank's tensor, one behind the other."""
-        return self.all_gather_single_coalesced([out], [inp], opts)
-
-    _allgather_base = all_gather_single
-
-    def all_gather_single_coalesced(
-        self, outs: Tensors, inps: Tensors, opts: Any = None
-    ) -> Started:
-        """``all_gather_single`` of several tensors."""
+    def all_gather_single(self, outs: Any, inps: Any, opts: Any = None) -> Started:
+        """Every rank's tensor, one behind the other; or those of several tensors."""
+        outs, inps = _several(outs), _several(inps)
         for out, inp in zip(outs, inps, strict=True):
             check_whole("all_gather_single", out, inp, self.exchange.size)
         parts = _gathered(self.exchange, [[out] for out in outs], inps)
-        return self.start("all_gather_single", parts, opts, list(outs), inps)
+        return self.start("all_gather_single", parts, opts, outs, inps)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    all_gather_single_coalesced = _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Started:
         """One rank's tensor to all."""
@@ -324,6 +312,10 @@ def _rows(given: Tensor | Tensors, size: int) -> list[Tensor]:
     if not isinstance(given, Tensor):
         return [flat(each) for each in given]
     return list(flat(given).view(size, given.numel() // size).unbind())
+
+
+def _several(given: Any) -> list[Tensor]:
+    return [given] if isinstance(given, Tensor) else list(given)
 
 
 def _reduction(opts: Any, tensors: Tensors) -> Reduction:

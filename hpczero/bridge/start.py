@@ -51,11 +51,7 @@ class MPIStore(Store):
     """A store of torch over MPI."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        """Not collective. Rank 0 starts to answer.
-
-        Args:
-            comm: the ranks; carries nothing else. ``close`` frees it.
-        """
+        """Not collective. Rank 0 starts to answer. ``comm`` carries nothing else; ``close`` frees it."""
         super().__init__()
         self._comm, self._lock = comm, threading.Lock()
         self._kept = HashStore()  # the keys and values, on rank 0
@@ -105,8 +101,7 @@ class MPIStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return when all ``keys`` are there.
 
-        Raises:
-            CommError: they are not within ``timeout``, or within that of the store.
+        Raises CommError where they are not within ``timeout``, or that of the store.
         """
         limit_s = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         if not until(lambda: self.check(keys), limit_s, nap_s=AGAIN_S):
@@ -159,14 +154,7 @@ DEFAULT = dist.constants.default_pg_timeout
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What ``init`` hands to the maker of the default group, through torch.
-
-    Attributes:
-        comm: the ranks; the group owns it.
-        nodes: as ``init``.
-        limit_s: as the topology's ``timeout_s``.
-        store: of the default group, which owns it.
-    """
+    """What ``init`` hands to the maker of the default group, through torch. The group owns ``comm`` and ``store``."""
 
     comm: MPI.Intracomm
     nodes: Sequence[int] | None

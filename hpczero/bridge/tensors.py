@@ -15,7 +15,7 @@ DEVICES = ("cpu", "cuda")  # what lies on the latter goes through the host
 
 
 def check(what: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that the bridge cannot send, and wait for what the program's stream still writes to others.
+    """Wait for what the program's stream still writes to the tensors; refuse those that the bridge cannot send.
 
     Raises:
         CommError: one is neither on the host nor on a CUDA device, or sparse.
@@ -35,11 +35,7 @@ def check(what: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_apart(what: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors to be filled whose elements share memory, as those of ``expand`` do.
-
-    Raises:
-        CommError: two elements of one of them lie in the same place.
-    """
+    """Raise CommError for tensors to be filled whose elements share memory, as those of ``expand`` do."""
     for tensor in tensors:
         if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
             raise CommError(
@@ -51,17 +47,12 @@ def check_apart(what: str, tensors: Sequence[Tensor]) -> None:
 def check_equal(
     what: str, tensors: Sequence[Tensor], like: Tensor, *, count: int, only: int | None = None
 ) -> None:
-    """Refuse a list of tensors, one for each rank, that differ from ``like``.
+    """Refuse a list of tensors that is not one for each of ``count`` ranks, of the dtype and length of ``like``.
 
-    Args:
-        what: names the call in messages.
-        tensors: of all ranks.
-        like: of this rank.
-        count: number of ranks.
-        only: rank whose tensor alone must have as many elements as ``like``; None: all.
+    With ``only`` the length of that rank's tensor alone is compared.
 
     Raises:
-        CommError: their number is not ``count``, or one has another dtype or number of elements.
+        CommError: the message says what differs.
     """
     if len(tensors) != count:
         raise CommError(f"{what}: got {len(tensors)} tensors, expected {count}, one for each rank")
@@ -75,11 +66,7 @@ def check_equal(
 
 
 def check_whole(what: str, whole: Tensor, part: Tensor, size: int) -> None:
-    """Refuse a tensor for all of ``size`` ranks that is not of as many parts.
-
-    Raises:
-        CommError: the dtypes differ, or the numbers of elements do not fit.
-    """
+    """Raise CommError unless ``whole`` is of the dtype of ``part`` and has ``size`` times as many elements."""
     if whole.dtype != part.dtype or whole.numel() != size * part.numel():
         raise CommError(
             f"{what}: got {whole.numel()} x {whole.dtype} for all ranks and {part.numel()} x {part.dtype} for each, "
@@ -90,14 +77,7 @@ def check_whole(what: str, whole: Tensor, part: Tensor, size: int) -> None:
 def cut(what: str, tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
     """Elements of each rank's part of a tensor that is cut along its first dimension.
 
-    Args:
-        what: names it in messages.
-        tensor: of at least one dimension.
-        splits: rows of each rank; None or none: all ranks have equally many.
-        size: number of ranks.
-
-    Raises:
-        CommError: rows and splits do not fit.
+    ``splits`` are the rows of each rank; where there are none, all have equally many. Raises CommError unless they fit.
     """
     rows = tensor.shape[0] if tensor.dim() else 0
     given = list(splits) if splits else [rows // size] * size
@@ -118,12 +98,11 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def apart(source: Tensor, targets: Sequence[Tensor], *, same: Tensor | None = None) -> Tensor:
-    """``source``, or a copy of it where a call would fill some of it before all of it is read.
+    """``source``, or a copy where a call that fills ``targets`` would fill some of it before all of it is read.
 
-    Args:
-        source: flat.
-        targets: flat, that the call fills.
-        same: one of them, which may lie exactly where ``source`` does.
+    All are flat.
+
+    ``same``: one of the targets, which may lie exactly where ``source`` does.
     """
     for target in targets:
         exact = target is same and target.data_ptr() == source.data_ptr()
@@ -199,11 +178,7 @@ class Reduction:
 
     @classmethod
     def of(cls, op: Any) -> Reduction:
-        """From ``ReduceOp``, or from its enumeration.
-
-        Raises:
-            CommError: it is none of ``OPERATIONS``.
-        """
+        """From ``ReduceOp``, or from its enumeration. Raises CommError for others than ``OPERATIONS``."""
         name = str(getattr(op, "op", op)).rpartition(".")[2]
         if name not in OPERATIONS:
             raise CommError(f"reduce operation {name}, expected one of {', '.join(OPERATIONS)}")
@@ -211,11 +186,7 @@ class Reduction:
         return cls(name, op.__getstate__()[1] if name == "PREMUL_SUM" else None)
 
     def check(self, dtype: torch.dtype) -> None:
-        """Refuse a dtype that the operation is not defined for.
-
-        Raises:
-            CommError: with the dtypes that it is defined for.
-        """
+        """Raise CommError for a dtype that the operation is not defined for."""
         known = OPERATIONS[self.name][1]
         if dtype not in known:
             names = ", ".join(str(one).removeprefix("torch.") for one in known)
@@ -228,11 +199,9 @@ class Reduction:
         return tensor if self.factor is None else tensor * self.factor
 
     def join(self, rows: Sequence[Tensor], out: Tensor) -> None:
-        """Reduce ``rows`` into ``out``.
+        """Reduce ``rows`` into ``out``, which may be one of them.
 
-        Args:
-            rows: of all ranks in rank order, flat, of one dtype and length; they are read only.
-            out: of their dtype and length; it may be one of them.
+        ``rows``: of all ranks in rank order, flat, of the dtype and length of ``out``; they are read only.
         """
         two_at_once = self.name != "AVG" and len(rows) == 2
         step = max(out.numel(), 1) if two_at_once else PIECE_NUMEL

@@ -1,7 +1,4 @@
-"""HpczeroStrategy: Lightning Fabric over MPI, with models, gradients and optimizer state in shards.
-
-Owns: what each verb of Fabric is here. Must not know: how ranks exchange, what a checkpoint is on disk.
-"""
+"""HpczeroStrategy: Lightning Fabric over MPI, with models, gradients and optimizer state in shards."""
 
 from __future__ import annotations
 
@@ -30,126 +27,98 @@ from hpczero.job.topology import Topology
 KEY = "fabric"  # in ``extra``
 
 
-class FabricCheckpoint:
-    """One path that a program saves to and loads from. Methods are collective over the world."""
+def _save(path: Path, state: dict[str, Any], exchange: ChunkedExchange) -> None:
+    """As ``HpczeroStrategy.save_checkpoint``. Collective over the world."""
+    model = _model_in(state, exchange)
+    values = {name: _state_of(each) for name, each in state.items() if not _is_models(each)}
+    held = [name for name, each in state.items() if _is_models(each)]
+    before = exchange.of_root(_newest_step(path), "look for the checkpoint before")
+    step = state.get("step", 0)
+    step = step if type(step) is int and step > 0 else 0
+    hpczero.checkpoint.save(
+        path,
+        model,
+        # A step that begins anew is no way back: what was before goes, and is not set aside.
+        step=step if step >= before else before + 1,
+        extra={KEY: {"held": held, "values": values}},
+        keep=1,
+    )
 
-    def __init__(self, path: Path, exchange: ChunkedExchange) -> None:
-        """Not collective."""
-        self._path = path
-        self._exchange = exchange
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Write it.
+def _load(path: Path, state: Any, exchange: ChunkedExchange, *, strict: bool) -> dict[str, Any]:
+    """As ``HpczeroStrategy.load_checkpoint``; nothing is changed where a name is missing. Collective over the world."""
+    model = _model_in(state, exchange)
+    if strict:
+        _check_names(path, state, exchange.of_root(_written(path), "look at its names"))
+    found = hpczero.checkpoint.load(path, model).extra.get(KEY)
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path}: was not saved by fabric.save; load it with hpczero.checkpoint.load(path, model)"
+        )
+    values: dict[str, Any] = dict(found["values"])
+    if strict:
+        _check_names(path, state, [*found["held"], *values])
+    for name, each in list(state.items()):
+        if _is_models(each) or name not in values:
+            continue
+        value = values.pop(name)
+        if _is_stateful(each):
+            each.load_state_dict(value)
+        elif isinstance(each, torch.Generator):
+            each.set_state(value)
+        else:
+            state[name] = value
+    return values
 
-        Args:
-            state: one model, its optimizers, and other entries.
 
-        Raises:
-            ConfigError: as of ``_model``; or an entry cannot be kept.
-            CheckpointError: as of ``hpczero.checkpoint.save``.
-        """
-        model = self._model(state)
-        step = state.get("step", 0)
-        extra: dict[str, Any] = {
-            "held": [name for name, each in state.items() if _is_models(each)],
-            "values": {
-                name: _state_of(each) for name, each in state.items() if not _is_models(each)
-            },
-        }
-        before = self._exchange.of_root(self._newest_step(), "look for the checkpoint before")
-        step = step if type(step) is int and step > 0 else 0
-        hpczero.checkpoint.save(
-            self._path,
-            model,
-            # A step that begins anew is no way back: what was before goes, and is not set aside.
-            step=step if step >= before else before + 1,
-            extra={KEY: extra},
-            keep=1,
+def _newest_step(path: Path) -> int:
+    """Of what is in the folder; 0 where nothing is. Not collective."""
+    with suppress(HpcZeroError):
+        return max((step_of(each.name) or 0 for each in Folder(path).candidates()), default=0)
+    return 0  # the save says what is wrong
+
+
+def _written(path: Path) -> list[str] | None:
+    """Names of what the newest checkpoint has; None where only a load can tell. Not collective."""
+    with suppress(HpcZeroError):
+        manifest = (
+            read_manifest(path)
+            if is_checkpoint(path)
+            else next((manifest for _, manifest in Folder(path).valid()), None)
+        )
+        found = extra_of(manifest.meta).get(KEY) if manifest else None
+        if isinstance(found, dict):
+            return [*found["held"], *found["values"]]
+    return None
+
+
+def _check_names(path: Path, state: Any, written: list[str] | None) -> None:
+    missing = [name for name in state if written is not None and name not in written]
+    if missing and written is not None:
+        raise KeyError(
+            f"{path}: holds no {missing[0]!r}, but {', '.join(written)}; pass strict=False"
         )
 
-    def load(self, state: Any, *, strict: bool) -> dict[str, Any]:
-        """Restore it, and return what ``state`` does not ask for.
 
-        Raises:
-            ConfigError: as of ``_model``; or another program has written it.
-            KeyError: ``state`` has what the checkpoint has not; nothing is changed then.
-            CheckpointError: as of ``hpczero.checkpoint.load``.
-        """
-        model = self._model(state)
-        if strict:
-            self._check_names(state, self._exchange.of_root(self._written(), "look at its names"))
-        found = hpczero.checkpoint.load(self._path, model).extra.get(KEY)
-        if not isinstance(found, dict):
+def _model_in(state: Any, exchange: ChunkedExchange) -> nn.Module:
+    """The model among the entries. Raises ConfigError on every rank: there is none, several, or a foreign optimizer."""
+    with exchange.topology.agreed("look at what is in the checkpoint"):
+        entries = state if isinstance(state, dict) else {}
+        models = {name: each for name, each in entries.items() if isinstance(each, nn.Module)}
+        if len(models) != 1:
             raise ConfigError(
-                f"{self._path}: was not saved by fabric.save; load it with hpczero.checkpoint.load(path, model)"
+                f"state: got {len(models)} model(s) ({', '.join(models) or type(state).__name__}), expected one "
+                "that fabric.setup returned: {'model': model, 'optimizer': optimizer, ...}"
             )
-        values: dict[str, Any] = dict(found["values"])
-        if strict:
-            self._check_names(state, [*found["held"], *values])
-        for name, each in list(state.items()):
-            if _is_models(each) or name not in values:
-                continue
-            value = values.pop(name)
-            if _is_stateful(each):
-                each.load_state_dict(value)
-            elif isinstance(each, torch.Generator):
-                each.set_state(value)
-            else:
-                state[name] = value
-        return values
-
-    def _newest_step(self) -> int:
-        """Of what is in the folder; 0 where nothing is. Not collective."""
-        with suppress(HpcZeroError):
-            return max(
-                (step_of(each.name) or 0 for each in Folder(self._path).candidates()), default=0
-            )
-        return 0  # the save says what is wrong
-
-    def _written(self) -> list[str] | None:
-        """Names of what the newest checkpoint has; None where only a load can tell. Not collective."""
-        with suppress(HpcZeroError):
-            folder = Folder(self._path)
-            manifest = (
-                read_manifest(self._path)
-                if is_checkpoint(self._path)
-                else next((manifest for _, manifest in folder.valid()), None)
-            )
-            found = extra_of(manifest.meta).get(KEY) if manifest else None
-            if isinstance(found, dict):
-                return [*found["held"], *found["values"]]
-        return None
-
-    def _check_names(self, state: Any, written: list[str] | None) -> None:
-        missing = [name for name in state if written is not None and name not in written]
-        if missing and written is not None:
-            raise KeyError(
-                f"{self._path}: holds no {missing[0]!r}, but {', '.join(written)}; pass strict=False"
-            )
-
-    def _model(self, state: Any) -> nn.Module:
-        """The model among the entries.
-
-        Raises:
-            ConfigError: there is none, or there are several, or an optimizer of another; on every rank.
-        """
-        with self._exchange.topology.agreed("look at what is in the checkpoint"):
-            entries = state if isinstance(state, dict) else {}
-            models = {name: each for name, each in entries.items() if isinstance(each, nn.Module)}
-            if len(models) != 1:
+        model = next(iter(models.values()))
+        own = list(hpczero.sharding(model).optimizers)
+        for name, each in entries.items():
+            if isinstance(each, Optimizer) and all(each is not known for known in own):
                 raise ConfigError(
-                    f"state: got {len(models)} model(s) ({', '.join(models) or type(state).__name__}), expected one "
-                    "that fabric.setup returned: {'model': model, 'optimizer': optimizer, ...}"
+                    f"state: {name!r} is an optimizer of another model than {next(iter(models))!r}; save each "
+                    "model to a path of its own"
                 )
-            model = next(iter(models.values()))
-            own = list(hpczero.sharding(model).optimizers)
-            for name, each in entries.items():
-                if isinstance(each, Optimizer) and all(each is not known for known in own):
-                    raise ConfigError(
-                        f"state: {name!r} is an optimizer of another model than {next(iter(models))!r}; save each "
-                        "model to a path of its own"
-                    )
-        return model
+    return model
 
 
 def _is_models(each: Any) -> bool:
@@ -172,54 +141,44 @@ def _is_stateful(each: Any) -> bool:
 _ClusterEnvironment: Any = ClusterEnvironment  # its annotations are not strict
 
 
-class MpiRanks(_ClusterEnvironment):  # type: ignore[misc]
+class _MpiRanks(_ClusterEnvironment):  # type: ignore[misc]
     """Ranks of a topology. Not collective."""
+
+    creates_processes_externally = True
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
         self._topology = topology
 
     @property
-    def creates_processes_externally(self) -> bool:
-        """Whether a launcher has started the processes: mpirun or srun has."""
-        return True
-
-    @property
     def main_address(self) -> str:
-        """Refused: there is no process group of torch that would meet there."""
         raise ConfigError("main_address: ranks meet by MPI; leave torch.distributed out")
 
     @property
     def main_port(self) -> int:
-        """Refused, as ``main_address``."""
         raise ConfigError("main_port: ranks meet by MPI; leave torch.distributed out")
 
     @staticmethod
     def detect() -> bool:
-        """Whether Fabric may choose it by itself: never, a strategy brings it."""
-        return False
+        return False  # Fabric does not choose it by itself: a strategy brings it
 
     def world_size(self) -> int:
-        """Number of ranks."""
         return self._topology.size
+
+    def global_rank(self) -> int:
+        return self._topology.rank
+
+    def local_rank(self) -> int:
+        return self._topology.local_rank
+
+    def node_rank(self) -> int:
+        return self._topology.node_index
 
     def set_world_size(self, size: int) -> None:
         """Nothing: it is MPI's."""
 
-    def global_rank(self) -> int:
-        """Rank of this process."""
-        return self._topology.rank
-
     def set_global_rank(self, rank: int) -> None:
         """Nothing: it is MPI's."""
-
-    def local_rank(self) -> int:
-        """Place of this rank on its node."""
-        return self._topology.local_rank
-
-    def node_rank(self) -> int:
-        """Number of this rank's node."""
-        return self._topology.node_index
 
 
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16"}
@@ -267,7 +226,7 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
                 f"topology: {self.topology.data.size} of {self.topology.size} ranks train on samples of their own, "
                 "expected all; leave tensor, sequence and pipeline degrees out of the mesh"
             )
-        self.cluster_environment = MpiRanks(self.topology)
+        self.cluster_environment = _MpiRanks(self.topology)
         self._exchange = ChunkedExchange(self.topology)
         self._sharding = sharding
         self._dtype = "fp32"
@@ -275,35 +234,12 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
 
     # --- who is who; not collective
 
-    @property
-    def root_device(self) -> torch.device:
-        """Of this rank."""
-        return self._device
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.topology.is_root
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process."""
-        return self.topology.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Place of this rank on its node."""
-        return self.topology.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """Number of this rank's node."""
-        return self.topology.node_index
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.topology.size
+    root_device = property(lambda self: self._device)
+    is_global_zero = property(lambda self: self.topology.is_root)
+    global_rank = property(lambda self: self.topology.rank)
+    local_rank = property(lambda self: self.topology.local_rank)
+    node_rank = property(lambda self: self.topology.node_index)
+    world_size = property(lambda self: self.topology.size)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -330,34 +266,24 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Shard a model and its optimizers. Collective over the world; errors are those of ``zeroify``."""
-        given: Optimizer | Sequence[Optimizer] = (
-            optimizers[0] if len(optimizers) == 1 else optimizers
-        )
-        self._zeroify(module, given)
+        self._zeroify(module, optimizers)
         return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a model that is not trained; its parameters are frozen. Collective over the world."""
-        return self._zeroify(module, None)
+        return self._zeroify(module, [])
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refused.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refused: raises ConfigError."""
         raise ConfigError(
             f"setup_optimizers: got {type(optimizer).__name__} alone; model and optimizer are sharded together: "
             "fabric.setup(model, optimizer)"
         )
 
-    def _zeroify(
-        self, module: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
-    ) -> nn.Module:
+    def _zeroify(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
         given = {"device": None if self._device.type == "cpu" else "cuda", **self._sharding}
-        return hpczero.zeroify(
-            module, optimizer, topology=self.topology, precision=self._dtype, **given
-        )
+        given |= {"topology": self.topology, "precision": self._dtype}
+        return hpczero.zeroify(module, optimizers or None, **given)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Nothing: ``zeroify`` moves the model."""
@@ -382,15 +308,12 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
         """
         parameters = _parameters_of(module, optimizer)
         of_part = len(hpczero.sharding(module).optimizers) > 1
-        norm = (
-            get_total_norm([p.grad for p in parameters if p.grad is not None], float(norm_type))
-            if of_part
-            else torch.tensor(
-                hpczero.clip_grad_norm_(module, float(max_norm), float(norm_type)),
-                dtype=torch.float32,
-                device="cpu",
-            )
-        )
+        if of_part:
+            grads = [p.grad for p in parameters if p.grad is not None]
+            norm = get_total_norm(grads, float(norm_type))
+        else:
+            value = hpczero.clip_grad_norm_(module, float(max_norm), float(norm_type))
+            norm = torch.tensor(value, dtype=torch.float32, device="cpu")
         if error_if_nonfinite and not norm.isfinite():
             error = StepError(
                 f"clip_gradients: the norm of the gradients is {norm.item()}, expected a number; look for the loss "
@@ -405,10 +328,9 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
-        """Each element of the gradients of ``optimizer`` is brought into -clip_val to clip_val. Not collective.
+        """Bring each element of the gradients of ``optimizer`` into -clip_val to clip_val. Not collective.
 
-        Raises:
-            ConfigError: ``optimizer`` was not set up with ``module``.
+        Raises ConfigError where ``optimizer`` was not set up with ``module``.
         """
         clip_grad_value_(_parameters_of(module, optimizer), float(clip_val))
 
@@ -494,7 +416,7 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
                 "save: storage_options and filter are not there: a checkpoint holds the whole model; export parts of "
                 "it with python -m hpczero.checkpoint export"
             )
-        FabricCheckpoint(Path(path), self._exchange).save(state)
+        _save(Path(path), state, self._exchange)
 
     def load_checkpoint(
         self,
@@ -522,7 +444,7 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
         if isinstance(state, nn.Module):
             hpczero.checkpoint.import_weights(path, state)
             return {}
-        return FabricCheckpoint(Path(path), self._exchange).load(state, strict=strict)
+        return _load(Path(path), state, self._exchange, strict=strict)
 
 
 def _parameters_of(module: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:

@@ -1,7 +1,6 @@
 """Adapted: the low-rank products in a model, ours or peft's, and the names that the model has without them.
 
-Owns: which parameter belongs to which product, and peft's habits of naming. Must not know: values, shards, files. peft
-itself is never imported: whoever has its modules has imported it.
+peft itself is never imported: whoever has its modules has imported it.
 """
 
 from __future__ import annotations
@@ -38,16 +37,13 @@ def first_adapter(model: nn.Module) -> str | None:
 
 @contextmanager
 def saved_by_peft(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Context: ``save_pretrained`` of a model of peft looks at no parameter. Not collective.
+    """Context: ``save_pretrained`` of a model of peft looks at no parameter.
 
-    For a module that trains whole (``modules_to_save``) peft asks the module for its names, by ``state_dict()``.
+    Not collective; nothing is done for others.
 
-    Args:
-        model: of peft; nothing is done for others.
-        values: whole parameters by name.
-
-    Yields:
-        What to give it as ``state_dict``: ``values``, and buffers.
+    For a module that trains whole (``modules_to_save``) peft asks the module for its names, by ``state_dict()``. Yields
+    what
+    to give it as ``state_dict``: ``values``, whole parameters by name, and buffers.
     """
     given, asked = dict(values), []
     if type(model).__module__.startswith("peft."):  # which takes out what belongs to the adapter
@@ -85,11 +81,7 @@ _LAYERS = "peft.tuners.lora.layer"
 class Product:
     """One product: names of parameters as the model has them.
 
-    Attributes:
-        weight: of the frozen layer.
-        a, b: (rank, in) and (out, rank).
-        scale: of the product.
-        transposed: whether the weight is (in, out).
+    ``weight`` is that of the frozen layer, ``a`` (rank, in) and ``b`` (out, rank) those of the product.
     """
 
     weight: str
@@ -117,8 +109,7 @@ class Adapted:
     def of(cls, model: nn.Module) -> Adapted:
         """Find them. Not collective.
 
-        Raises:
-            ConfigError: there are none, or they are of a kind that cannot be merged tensor by tensor.
+        Raises ConfigError: there are none, or they are of a kind that cannot be merged tensor by tensor.
         """
         if is_peft(model):
             return _of_peft(model)

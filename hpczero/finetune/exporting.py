@@ -1,7 +1,5 @@
 """What a fine-tuned model leaves for other programs: its adapter alone, or its weights with the products merged.
 
-Owns: names, files and their folder, which appears whole or not at all. Must not know: how values are gathered.
-
     save_adapter   adapter_config.json, adapter_model.safetensors   peft's format, of our own products too
     save_merged    config.json, model.safetensors                   the names of the model before the products
 
@@ -11,7 +9,7 @@ World rank 0 writes. It holds the trained parameters and, of the frozen ones, a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from hpczero.errors import CheckpointNotWritten, ConfigError
 from hpczero.files.durable import Hidden, is_free
 from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product, is_peft, saved_by_peft
 from hpczero.finetune.lowrank import CHILD, LowRank, merged
+from hpczero.memory.buffers import DTYPES
 from hpczero.zero.full_state import StateByUnit, is_whole
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.zeroify import sharding
@@ -33,7 +32,6 @@ from hpczero.zero.zeroify import sharding
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMED = 5
 
 
@@ -103,75 +101,69 @@ def save_merged(model: nn.Module, folder: str | Path, *, dtype: str = "fp32") ->
         adapted = Adapted.of(model)
     by_unit = StateByUnit(model)
     with ExitStack() as stack:
-        writing: _Merging | None = None
+        writer: WeightsWriter | None = None
         with topology.agreed("begin the merged weights"):
             if by_unit.tensors is not None:
                 temporary = stack.enter_context(_made(folder))
                 _write_config(adapted.base, temporary, DTYPES[dtype])
-                writing = stack.enter_context(
-                    _Merging(adapted, by_unit.tensors, temporary / WEIGHTS, DTYPES[dtype])
-                )
+                merging = _Merging(adapted, by_unit.tensors, DTYPES[dtype])
+                writer = WeightsWriter(temporary / WEIGHTS, merging.named, {"format": "pt"})
+                stack.enter_context(writer)
+                writer.put((buffer, buffer) for buffer in merging.buffers)
         for pairs in by_unit.units():
             with topology.agreed("write the merged weights"):
-                if writing is not None:
-                    writing.put(pairs)
+                if writer is not None:
+                    writer.put(merging.merged(pairs))
         with topology.agreed("write the merged weights"):
-            if writing is not None:
-                writing.commit()
+            if writer is not None:
+                writer.commit()
                 stack.close()
     return folder
 
 
 class _Merging:
-    """The merged weights on their way into a file; products come before the layers that they belong to."""
+    """Parameters of a model and its products on their way into the merged weights; products come before their layers.
 
-    def __init__(
-        self, adapted: Adapted, tensors: dict[str, Any], path: Path, dtype: torch.dtype
-    ) -> None:
-        by_name = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-        self._name = by_name
+    Attributes:
+        named: what is written, by the names without products; parameters without values.
+        buffers: those of them that have values.
+    """
+
+    def __init__(self, adapted: Adapted, tensors: Mapping[str, Any], dtype: torch.dtype) -> None:
+        self._name = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
         self._products = {product.weight: product for product in adapted.products}
         self._waits = {name for product in adapted.products for name in (product.a, product.b)}
         self._parts: dict[str, Tensor] = {}
         self._out: dict[int, Tensor] = {}
-        named: dict[str, Tensor] = {}
+        self.named: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             plain = adapted.plain_name(name)
             if plain is not None and isinstance(tensor, Tensor):
                 kept = tensor.device.type != "meta"
                 made = tensor if kept else torch.empty(tensor.shape, dtype=dtype, device="meta")
-                named[plain] = self._out.setdefault(id(tensor), made)
-        self._buffers = {id(t): t for t in named.values() if t.device.type != "meta"}
-        self._writer = WeightsWriter(path, named, {"format": "pt"})
+                self.named[plain] = self._out.setdefault(id(tensor), made)
+        self.buffers = {id(t): t for t in self.named.values() if t.device.type != "meta"}.values()
 
-    def __enter__(self) -> _Merging:
-        self._writer.__enter__()
-        self._writer.put((tensor, tensor) for tensor in self._buffers.values())
-        return self
+    def merged(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """What of a unit is written, each with its value.
 
-    def __exit__(self, *error: Any) -> None:
-        self._writer.__exit__(*error)
-
-    def put(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """What stands for each parameter of a unit, and its value."""
+        Args:
+            pairs: what stands for each parameter of the unit, and its value.
+        """
         for stand, value in pairs:
             name = self._name[id(stand)]
             if name in self._waits:
                 self._parts[name] = value.clone()  # the unit's buffer would stay with it
             elif id(stand) in self._out:
                 found = self._out[id(stand)]
-                self._writer.put([(found, cast(self._merged(name, value), found.dtype, name))])
+                yield found, cast(self._with_product(name, value), found.dtype, name)
 
-    def _merged(self, name: str, value: Tensor) -> Tensor:
+    def _with_product(self, name: str, value: Tensor) -> Tensor:
         product: Product | None = self._products.get(name)
         if product is None:
             return value
         a, b = self._parts[product.a], self._parts[product.b]
         return merged(value, a, b, product.scale, product.transposed)
-
-    def commit(self) -> None:
-        """All are there."""
-        self._writer.commit()
 
 
 # --- our own products in peft's format -------------------------------------------------------------------------------

@@ -1,8 +1,5 @@
 """LowRank: a trained product of two small matrices beside a frozen linear layer (LoRA), and how a model gets them.
 
-Owns: which layers get one, its first values, its forward, and its merge into a plain model. Must not know: shards,
-ranks, files.
-
     y = W x + b + scale * B A drop(x)       W (out, in) frozen; A (rank, in) drawn; B (out, rank) zero at first
 
 The layer stays the object that it was, with its names. Its product is a child, ``layer.lora``, which a forward hook
@@ -79,14 +76,9 @@ class LowRank(nn.Module):
 
 
 def draw(name: str, values: Tensor, seed: int = 0) -> None:
-    """First values of ``...lora.A`` (uniform, variance 1 / (3 in)) or ``...lora.B`` (zero), by ``seed`` and name.
+    """First values of ``...lora.A`` (uniform, variance 1 / (3 in)) or ``...lora.B`` (zero), in place, fp32 on the host.
 
-    The bits do not depend on ranks or on other parameters.
-
-    Args:
-        name: qualified.
-        values: (rank, in) or (out, rank) fp32 on the host, filled in place.
-        seed: of all of them.
+    The bits depend on ``seed`` and the qualified name, not on ranks or on other parameters.
     """
     with torch.no_grad():
         if name.endswith(f"{CHILD}.B"):
@@ -325,24 +317,16 @@ def first_values(
         initialize: fills all other parameters: a function, or what ``hpczero.hf.load`` gave.
         seed: of the products.
     """
-    if isinstance(initialize, KnownValues):
-        return _Known(initialize, seed)
-    if isinstance(initialize, RangeInitializer):
-        return _Ranges(initialize, seed)
-
-    def fill(name: str, values: Tensor) -> None:
-        if _is_drawn(name):
-            draw(name, values, seed)
-        else:
-            initialize(name, values)
-
-    return fill
+    known = isinstance(initialize, KnownValues)
+    ranges = isinstance(initialize, RangeInitializer)
+    kind = _Known if known else _Ranges if ranges else _Whole
+    return kind(initialize, seed)
 
 
-class _Ranges:
-    """Of a base that is filled by ranges; products are small, and are drawn whole."""
+class _Whole:
+    """Of a base that fills whole parameters."""
 
-    def __init__(self, base: RangeInitializer, seed: int) -> None:
+    def __init__(self, base: Any, seed: int) -> None:
         self._base, self._seed = base, seed
 
     def __call__(self, name: str, tensor: Tensor) -> None:
@@ -350,6 +334,10 @@ class _Ranges:
             draw(name, tensor, self._seed)
         else:
             self._base(name, tensor)
+
+
+class _Ranges(_Whole):
+    """Of a base that is filled by ranges; products are small, and are drawn whole."""
 
     def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
         if not _is_drawn(name):
@@ -363,18 +351,14 @@ class _Ranges:
 class _Known(_Ranges):
     """Of a base whose values stand in files."""
 
-    def __init__(self, base: KnownValues, seed: int) -> None:
-        super().__init__(base, seed)
-        self._files = base
-
     def bind(self, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> None:
         loaded = {name: each for name, each in parameters.items() if not _is_drawn(name)}
-        self._files.bind(loaded, model)
+        self._base.bind(loaded, model)
 
     def fingerprint(self, name: str) -> int:
         if _is_drawn(name):
             return zlib.crc32(repr((name, self._seed)).encode())
-        return self._files.fingerprint(name)
+        return int(self._base.fingerprint(name))
 
 
 def _is_drawn(name: str) -> bool:

@@ -1,7 +1,5 @@
 """A model of transformers without its weights: parameters on the meta device, buffers with their values.
 
-Owns: how a model is built that way. Must not know: files, shards, MPI.
-
 Each parameter goes to the meta device as a module registers it, so that one exists at a time. Buffers (rotary
 frequencies, masks) are computed by the model itself, as in any other build. What torch gives a buffer without values
 is NaN here, so that one that the model leaves so is found.
@@ -122,7 +120,6 @@ def _named_class(library: Any, path: Path, config: Any, choice: ModelChoice) -> 
 
 
 def _of_class(kind: Any, path: Path, config: Any, options: dict[str, Any], *, trusted: bool) -> Any:
-    """A model of a class of transformers, or of the one that an Auto class finds."""
     expected = getattr(kind, "config_class", None)
     if expected is not None and not isinstance(config, expected):
         raise ConfigError(
@@ -165,11 +162,9 @@ _UNFILLED = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.ne
 
 
 def build(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
-    """The model that ``make`` builds, without values of parameters. Not collective.
+    """The model that ``make`` builds on the CPU, without values of parameters. Not collective.
 
-    Args:
-        make: builds it on the CPU.
-        seed: of what the build draws for buffers: the same on every rank.
+    ``seed``: of what the build draws for buffers, the same on every rank.
 
     Raises:
         PlanError: a buffer is on the meta device, or has no values.
@@ -194,15 +189,7 @@ def build(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
 
 
 def check_buffers(model: nn.Module, *, filled: Container[str]) -> None:
-    """Refuse buffers that nobody has filled.
-
-    Args:
-        model: built.
-        filled: names of those that a file brings.
-
-    Raises:
-        PlanError: the message names one.
-    """
+    """Raise PlanError for a buffer that nobody has filled; ``filled`` are the names of those that a file brings."""
     for name, buffer in model.named_buffers():
         if name not in filled and buffer.is_floating_point() and bool(buffer.isnan().any()):
             raise PlanError(

@@ -252,12 +252,7 @@ class TensorGroup:
     assemblies: dict[str, Assembly] = field(default_factory=dict)
 
     def plan(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Find names and shapes of the results, without values.
-
-        Args:
-            model: of which the parameters are.
-            shapes: of the sources by key.
-        """
+        """Find names and shapes of the results without values, from the ``shapes`` of the sources by key."""
         # An assembly has few of a tensor's methods: whatever else a converter calls is computing, too.
         with suppress(CannotAssembleError, AttributeError):
             self.assemblies = self.convert(model, lambda key: source(key, shapes[key]))
@@ -267,11 +262,9 @@ class TensorGroup:
         self.shapes = {name: tuple(value.shape) for name, value in found.items()}
 
     def convert(self, model: nn.Module, value_of: Callable[[str], Any]) -> dict[str, Any]:
-        """The results by name.
+        """The results by name, of a model of which only shapes and configuration matter.
 
-        Args:
-            model: of which the parameters are; only its shapes and configuration matter.
-            value_of: gives a source by its key: a tensor, or an assembly.
+        ``value_of`` gives a source by its key: a tensor, or an assembly.
 
         Raises:
             CannotAssembleError: of assemblies: the converter does more than move boxes.

@@ -39,13 +39,7 @@ _DTYPES: dict[str, tuple[torch.dtype, int]] = {
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a file.
-
-    Attributes:
-        code: the dtype's name in the file.
-        shape: in the file.
-        begin: first byte of it in the file.
-    """
+    """One tensor of a file: the name of its dtype there, its shape, and the first byte in the file."""
 
     code: str
     shape: tuple[int, ...]
@@ -68,20 +62,15 @@ class FileTensor:
 
 
 class RangeFile:
-    """One file, open for reading.
+    """One safetensors file, open for reading.
 
-    Attributes:
-        path: of the file.
-        entries: its tensors by key.
-        metadata: texts that it holds beside them.
-        nbytes_read: bytes of values that were read so far, by anybody's call.
+    Tensors by key, texts beside them, bytes of values that were read so far.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file and check its header; no values are read.
+        """Open the file and check its header.
 
-        Raises:
-            CheckpointError: it cannot be read, is damaged or torn.
+        No values are read. Raises CheckpointError: it cannot be read, or is damaged.
         """
         self.path = path
         self.nbytes_read = 0
@@ -111,11 +100,7 @@ class RangeFile:
             self.entries[key] = FileTensor(said["dtype"], tuple(said["shape"]), begin)
 
     def pieces(self, key: str, start: int, stop: int) -> Iterator[Tensor]:
-        """Elements [start, stop), flat, in the dtype of the file, in pieces. Each is valid until the next.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
+        """Elements [start, stop), flat, in the dtype of the file, in pieces. Each is valid until the next."""
         entry = self.entries[key]
         step = CHUNK_NBYTES // entry.itemsize
         buffer = torch.empty(
@@ -247,11 +232,7 @@ class WeightFolder:
         return [file.fingerprint() for file in self._files]
 
     def check(self, part: int, parts: int) -> None:
-        """Check all values against digests, in files that state them. Each of ``parts`` readers takes its share.
-
-        Raises:
-            CheckpointError: the message names what is damaged.
-        """
+        """As ``RangeFile.check``, of all files."""
         for file in self._files:
             file.check(part, parts)
 
@@ -307,11 +288,7 @@ class Matched:
 
 
 def match(model: Any, entries: Mapping[str, FileTensor]) -> Matched:
-    """Compare a model with the tensors of a folder. Not collective.
-
-    Args:
-        model: of transformers, on the meta device.
-        entries: of the files, by key.
+    """Compare a model of transformers, on the meta device, with the tensors of a folder. Not collective.
 
     Raises:
         CheckpointMismatch: the files have nothing of the model, or two tensors mean one name.

@@ -1,8 +1,6 @@
 """Which folder a name means: a folder of this machine, or a model of the Hugging Face hub in the cache.
 
-Owns: who downloads, and when. Must not know: weights, models.
-
-    world rank 0 downloads | then one rank of each other node, which finds all if nodes share the cache | then all look
+world rank 0 downloads | then one rank of each other node, which finds all if nodes share the cache | then all look
 """
 
 from __future__ import annotations
@@ -19,11 +17,7 @@ from hpczero.job.topology import Topology
 
 
 def transformers() -> ModuleType:
-    """The library.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """The library. Raises ConfigError where it is not installed."""
     return _module("transformers")
 
 
@@ -35,8 +29,7 @@ def model_kind() -> Any:  # Any: the library ships no types
 def conversion(name: str) -> Any:
     """A function or class of transformers that knows names and layouts of weights in files.
 
-    Raises:
-        ConfigError: this version does not have it.
+    Raises ConfigError where this version does not have it.
     """
     homes = ("transformers.core_model_loading", "transformers.conversion_mapping")
     for home in homes:

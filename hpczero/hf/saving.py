@@ -1,9 +1,6 @@
 """save_pretrained: a zeroified model of transformers as a folder that transformers loads.
 
-Owns: the order of it, which name of a tied parameter is kept, and what lies beside the weights. Must not know: how
-values are gathered, formats of files.
-
-    unit by unit: shards -> rank 0 -> names and layouts of the files -> dtype -> files under a hidden name -> rename
+unit by unit: shards -> rank 0 -> names and layouts of the files -> dtype -> files under a hidden name -> rename
 """
 
 from __future__ import annotations
@@ -11,12 +8,12 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -52,12 +49,9 @@ class FolderWriter:
         """Nothing is written before the block begins.
 
         Args:
-            folder: must not exist, or be empty.
+            folder: must not exist, or be empty; else raises ConfigError.
             tensors: shapes and dtypes by key; values do not matter.
             shard_nbytes: most bytes of a file; a larger tensor has a file of its own.
-
-        Raises:
-            ConfigError: something is at ``folder``.
         """
         self._folder = folder.absolute()
         try:
@@ -76,21 +70,13 @@ class FolderWriter:
         self._writers: list[WeightsWriter] = []
 
     def put(self, key: str, values: Tensor) -> None:
-        """Write one tensor, of the shape and dtype that were said.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Write one tensor, of the shape and dtype that were said; raises CheckpointError."""
         self._homes[key].put([(self._tensors[key], values)])
 
     def commit(self, beside: Callable[[Path], None]) -> None:
-        """All tensors are there: the folder takes its name once everything is on the disk.
+        """All tensors are there: the folder takes its name once everything is on the disk. Raises CheckpointError.
 
-        Args:
-            beside: writes what lies beside the weights into the folder that it is given.
-
-        Raises:
-            CheckpointError: it cannot be written.
+        ``beside`` writes what lies beside the weights into the folder that it is given.
         """
         for writer in self._writers:
             writer.commit()
@@ -103,11 +89,7 @@ class FolderWriter:
             raise self._not_written(error) from error
 
     def __enter__(self) -> Self:
-        """Begin the files.
-
-        Raises:
-            CheckpointError: they cannot be written.
-        """
+        """Begin the files; raises CheckpointError."""
         try:
             self._stack.enter_context(self._hidden).path.mkdir()
             for name, part in self._parts.items():
@@ -123,12 +105,7 @@ class FolderWriter:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def _not_written(self, error: OSError) -> CheckpointNotWritten:
@@ -155,18 +132,12 @@ class SavedTensors:
 
     def convert(self, model: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values by key in the files, from those by name in the model."""
-        if self.group is None:
-            return {key: values[name] for name, key in self.names.items()}
-        found = self.group.convert(model, values.__getitem__)
+        found = self.group.convert(model, values.__getitem__) if self.group else values
         return {self.names[name]: value for name, value in found.items()}
 
 
 def way_back(model: Any, tensors: Mapping[str, Tensor]) -> list[SavedTensors]:
-    """What the tensors of a model become in its files. Not collective.
-
-    Args:
-        model: of transformers.
-        tensors: parameters and buffers by name; only shapes matter.
+    """What the tensors of a model become in its files, of which only shapes matter here. Not collective.
 
     Raises:
         ConfigError: a transform cannot be undone, or two tensors get one key.
@@ -189,17 +160,21 @@ def way_back(model: Any, tensors: Mapping[str, Tensor]) -> list[SavedTensors]:
         group = groups.setdefault(first, TensorGroup(first, copy.deepcopy(by_pattern[pattern])))
         group.sources.append((name, pattern))
     for group in groups.values():
+        sources = tuple(name for name, _ in group.sources)
         try:
             group.plan(model, shapes)
         except Exception as error:  # of the library, of any kind
             raise ConfigError(
-                f"{group.first}: transformers cannot convert {[name for name, _ in group.sources][:3]} back to the "
-                f"names of its files: {error}"
+                f"{group.first}: transformers cannot convert {list(sources[:3])} back to the names of its files: "
+                f"{error}"
             ) from error
         names = {name: renamed(name, renamings) for name in group.shapes}
         there = {names[name]: shape for name, shape in group.shapes.items()}
-        found.append(SavedTensors(group, names, there, tuple(name for name, _ in group.sources)))
-    _refuse_twice(found)
+        found.append(SavedTensors(group, names, there, sources))
+    number = Counter(key for each in found for key in each.shapes)
+    twice = next((key for key in number if number[key] > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two tensors of the model would be {twice!r} in the files")
     return found
 
 
@@ -213,21 +188,9 @@ def _transforms(model: Any) -> list[Any]:
     return [each for each in every if not isinstance(each, prefixes)]
 
 
-def _refuse_twice(outcomes: list[SavedTensors]) -> None:
-    seen: set[str] = set()
-    for outcome in outcomes:
-        for key in outcome.shapes:
-            if key in seen:
-                raise ConfigError(f"two tensors of the model would be {key!r} in the files")
-            seen.add(key)
-
-
 def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """What stands for a tensor whose values are not there."""
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-NAMES = ("fp32", "bf16", "fp16")
 
 
 def save_pretrained(
@@ -270,17 +233,15 @@ def save_pretrained(
                 "it; write the merged weights by hpczero.finetune.save_merged, or the adapter alone by "
                 "hpczero.finetune.save_adapter (of peft: of a model that peft.get_peft_model made)"
             )
-        if dtype not in NAMES:
-            raise ConfigError(f"dtype: got {dtype!r}, expected one of {', '.join(NAMES)}")
-        if shard_mib < 1:
-            raise ConfigError(f"shard_mib: got {shard_mib}, expected at least 1")
+        _check_form(dtype, shard_mib)
     state = StateByUnit(model)
     with ExitStack() as stack:
         stream: FolderStream | None = None
         with topology.agreed("begin the folder"):
             if state.tensors is not None:
-                stream = FolderStream(model, state.tensors, DTYPES[dtype])
-                stack.enter_context(stream.begin(Path(folder), shard_mib * 2**20))
+                nbytes = shard_mib * 2**20
+                stream = FolderStream(model, state.tensors, DTYPES[dtype], Path(folder), nbytes)
+                stack.enter_context(stream.writer)
         for found in state.units():
             with topology.agreed("write the weights"):
                 if stream is not None:
@@ -290,19 +251,36 @@ def save_pretrained(
                 stream.commit(lambda path: write_beside(model, path, DTYPES[dtype], tokenizer))
 
 
-class FolderStream:
-    """The tensors of a model on their way into a folder, in any order. One rank has it."""
+def _check_form(dtype: str, shard_mib: int) -> None:
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if shard_mib < 1:
+        raise ConfigError(f"shard_mib: got {shard_mib}, expected at least 1")
 
-    def __init__(self, model: nn.Module, tensors: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """Not collective.
+
+class FolderStream:
+    """The tensors of a model on their way into a folder, in any order. One rank has it.
+
+    Attributes:
+        writer: of the folder, to be entered first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tensors: Mapping[str, Any],
+        dtype: torch.dtype,
+        folder: Path,
+        shard_nbytes: int,
+    ) -> None:
+        """Not collective. Raises ConfigError where names cannot be converted back, or as of ``FolderWriter``.
 
         Args:
             model: of transformers.
             tensors: by name: parameters on the meta device, one object under all names of a tied one, and buffers.
             dtype: of the parameters in the files.
-
-        Raises:
-            ConfigError: names cannot be converted back.
+            folder: as of ``FolderWriter``.
+            shard_nbytes: as of ``FolderWriter``.
         """
         self._model, self._dtype = model, dtype
         kept = _once(model, {n: t for n, t in tensors.items() if isinstance(t, Tensor)})
@@ -312,17 +290,12 @@ class FolderStream:
             name: outcome for outcome in way_back(model, kept) for name in outcome.sources
         }
         self._waiting: dict[str, Tensor] = {}
-        self._writer: FolderWriter | None = None
-
-    def begin(self, folder: Path, shard_nbytes: int) -> FolderWriter:
-        """The folder, to be entered; buffers are written by the first ``put``."""
-        tensors: dict[str, Tensor] = {}
-        for name in self._kept:
+        written: dict[str, Tensor] = {}
+        for name in kept:
             outcome = self._outcomes[name]
             own = self._dtype_of(outcome)
-            tensors |= {key: meta(shape, own) for key, shape in outcome.shapes.items()}
-        self._writer = FolderWriter(folder, tensors, shard_nbytes)
-        return self._writer
+            written |= {key: meta(shape, own) for key, shape in outcome.shapes.items()}
+        self.writer = FolderWriter(folder, written, shard_nbytes)
 
     def put(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Write parameters: what stands for each, and its whole fp32 value.
@@ -332,29 +305,26 @@ class FolderStream:
             CheckpointError: they cannot be written.
         """
         for tensor, values in pairs:
-            self._take(self._names.get(id(tensor)), values)
+            if id(tensor) in self._names:  # else the model does not save it
+                self._take(self._names[id(tensor)], values)
 
-    def commit(self, beside: Any) -> None:
+    def commit(self, beside: Callable[[Path], None]) -> None:
         """All parameters are there: write buffers, and what ``beside`` writes into the folder that it is given."""
-        assert self._writer is not None, "begun"
         for name, tensor in self._kept.items():
             if not tensor.is_meta:
                 self._take(name, tensor)
         assert not self._waiting, f"never put: {sorted(self._waiting)}"
-        self._writer.commit(beside)
+        self.writer.commit(beside)
 
-    def _take(self, name: str | None, values: Tensor) -> None:
-        if name is None:  # the model does not save it
-            return
+    def _take(self, name: str, values: Tensor) -> None:
         outcome = self._outcomes[name]
         self._waiting[name] = values.detach().cpu()
         if any(source not in self._waiting for source in outcome.sources):
             return
         there = {source: self._waiting.pop(source) for source in outcome.sources}
         dtype = self._dtype_of(outcome)
-        assert self._writer is not None, "begun"
         for key, value in outcome.convert(self._model, there).items():
-            self._writer.put(key, cast(value, dtype, key))
+            self.writer.put(key, cast(value, dtype, key))
 
     def _dtype_of(self, outcome: SavedTensors) -> torch.dtype:
         parts = [self._kept[source] for source in outcome.sources]
@@ -375,13 +345,9 @@ def _once(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_beside(model: Any, folder: Path, dtype: torch.dtype, tokenizer: Any) -> None:
-    """Write config.json, generation_config.json and the tokenizer's files. Not collective.
+    """Write config.json, generation_config.json and the files of ``tokenizer``. Not collective.
 
-    Args:
-        model: of transformers.
-        folder: where to.
-        dtype: of the parameters in the files.
-        tokenizer: whatever has ``save_pretrained``; None writes none.
+    ``dtype`` is that of the parameters in the files.
     """
     config = copy.deepcopy(model.config)
     config.dtype = dtype
@@ -431,10 +397,7 @@ def export(
         CorruptCheckpoint: none is sound.
         CheckpointError: the folder cannot be written.
     """
-    if dtype not in NAMES or shard_mib < 1:
-        raise ConfigError(
-            f"dtype, shard_mib: got {dtype!r} and {shard_mib}, expected one of {', '.join(NAMES)} and at least 1"
-        )
+    _check_form(dtype, shard_mib)
     path, source = Path(checkpoint), Path(like)
     candidates = checkpoints_at(path)
     choice = ModelChoice(model_class, changes, trust_remote_code)
@@ -444,10 +407,10 @@ def export(
 
     def write(stored: Stored) -> None:
         tensors = _tensors(stored, model)
-        stream = FolderStream(model, tensors, DTYPES[dtype])
-        with stream.begin(Path(folder), shard_mib * 2**20):
-            for pair in _parameters(stored, tensors):
-                stream.put([pair])
+        nbytes = shard_mib * 2**20
+        stream = FolderStream(model, tensors, DTYPES[dtype], Path(folder), nbytes)
+        with stream.writer:
+            stream.put(_parameters(stored, tensors))
             stream.commit(lambda place: write_beside(model, place, DTYPES[dtype], tokenizer))
 
     of_newest(path, candidates, write)
@@ -456,8 +419,7 @@ def export(
 def _tensors(stored: Stored, model: Any) -> dict[str, Tensor]:
     """What stands for each parameter under all names of it, and persistent buffers with their values.
 
-    Raises:
-        CheckpointMismatch: the checkpoint is of another model; the message names parameters.
+    Raises CheckpointMismatch where the checkpoint is of another model.
     """
     rows = stored.manifest.table.rows
     found: dict[str, Tensor] = {}
@@ -482,25 +444,24 @@ def _tensors(stored: Stored, model: Any) -> dict[str, Tensor]:
 def _parameters(stored: Stored, tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """What stands for each parameter, and its whole fp32 value."""
     for row in stored.manifest.table.owners:
-        values = torch.empty(row.numel, dtype=torch.float32, device="cpu")
-        done = 0
-        for piece in stored.read(MASTER, row.offset, row.offset + row.numel):
-            values[done : done + len(piece)] = torch.from_numpy(np.ascontiguousarray(piece))
-            done += len(piece)
-        yield tensors[row.name], values.view(row.shape)
+        data = _read(stored, MASTER, row.offset, row.offset + row.numel, torch.float32.itemsize)
+        yield tensors[row.name], data.view(torch.float32).view(row.shape)
 
 
 def _buffers(stored: Stored) -> Iterator[tuple[str, Tensor]]:
     begin = 0
     for name, dtype, shape in stored.manifest.meta["buffers"]:
         end = begin + prod(shape) * SIZES[dtype][1]
-        data = np.empty(end - begin, dtype=np.uint8)
-        done = 0
-        for piece in stored.read(BUFFERS, begin, end):
-            flat = np.ascontiguousarray(piece).view(np.uint8)
-            data[done : done + len(flat)] = flat
-            done += len(flat)
-        kind: torch.dtype = getattr(torch, dtype)
-        empty = torch.empty(shape, dtype=kind, device="cpu")
-        yield name, torch.from_numpy(data).view(kind).view(shape) if len(data) else empty
+        yield name, _read(stored, BUFFERS, begin, end, 1).view(getattr(torch, dtype)).view(shape)
         begin = end
+
+
+def _read(stored: Stored, dataset: str, begin: int, end: int, itemsize: int) -> Tensor:
+    """Bytes of the elements [begin, end) of a dataset."""
+    data = torch.empty((end - begin) * itemsize, dtype=torch.uint8, device="cpu")
+    done = 0
+    for piece in stored.read(dataset, begin, end):
+        flat = torch.from_numpy(np.ascontiguousarray(piece)).view(torch.uint8)
+        data[done : done + len(flat)] = flat
+        done += len(flat)
+    return data

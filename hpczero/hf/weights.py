@@ -1,7 +1,7 @@
 """FolderWeights: any range of any parameter of a model, from the files of its folder.
 
-Owns: reading no more than is asked for, and the cast to fp32. Must not know: MPI, units, stages. ``zeroify`` asks each
-rank for the elements of its own shard (``hpczero.zero.filling.KnownValues``), so nobody holds the model.
+``zeroify`` asks each rank for the elements of its own shard (``hpczero.zero.filling.KnownValues``), so nobody holds the
+model.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ _PRODUCTS = (
 class _ModuleOrigin:
     """On one module: what its own parameters were. See [Note: Copies].
 
-    Attributes:
-        load: equal for all modules of one load, and for no other.
-        names: at the load, by those in the module.
-        is_copy: whether the module is a copy of the one that was loaded.
+    ``load`` is equal for all modules of one load, and for no other. ``names`` has the names at the load by those now.
     """
 
     load: object
@@ -74,14 +71,9 @@ class Origins:
                 module.__dict__[KEY] = _ModuleOrigin(self._load, names)
 
     def bind(self, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-        """Find the origin of every parameter.
+        """Find the origin of every parameter of a model that is about to get values.
 
-        Args:
-            parameters: of the model that is about to get values, by name.
-            model: that has them, or some of them.
-
-        Raises:
-            PlanError: one has none, or two; the message names it.
+        Raises PlanError: one has none, or two.
         """
         known = {n: self._names[id(p)] for n, p in parameters.items() if id(p) in self._names}
         marked = self._marked(model, copies=bool(known))
@@ -117,14 +109,9 @@ class Origins:
         return found
 
     def origin(self, name: str, shape: tuple[int, ...] | None = None) -> str:
-        """The name at the load.
+        """The name at the load. Raises PlanError: there was no such parameter, or it had another shape.
 
-        Args:
-            name: now.
-            shape: whole, now; None is not compared.
-
-        Raises:
-            PlanError: there was no such parameter, or it had another shape.
+        ``shape``: whole, now; None is not compared.
         """
         before = self._moved.get(name)
         if before is None and self._renamed:
@@ -146,7 +133,6 @@ class Origins:
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a module has itself, by their names there."""
     for key, parameter in module._parameters.items():
         if parameter is not None:
             yield key, parameter
@@ -171,14 +157,7 @@ class FolderWeights:
         model: Any,
         draw: Callable[[str], Tensor] | None,
     ) -> None:
-        """Not collective.
-
-        Args:
-            folder: the files.
-            matched: what they are of the model.
-            model: of transformers.
-            draw: gives a whole parameter that no file has; None where there are all.
-        """
+        """Not collective. ``draw`` gives a whole parameter that no file has; None where there are all."""
         self.missing, self.unexpected = tuple(matched.missing), tuple(matched.unexpected)
         self.mismatched = tuple(matched.mismatched)
         self._folder, self._matched, self._model, self._draw = folder, matched, model, draw

@@ -147,11 +147,7 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None) -> int:
 
 
 def check_sizes(owner: str, **sizes: object) -> None:
-    """Refuse sizes of a model or a data set below 1.
-
-    Args:
-        owner: what they are of.
-        sizes: by name.
+    """Refuse sizes of a model or a data set, by name, below 1; ``owner`` is what they are of.
 
     Raises:
         ValueError: the message names all that are wrong.

@@ -1,8 +1,7 @@
 """A GPT-2 style decoder in plain PyTorch.
 
-Owns: the network and its loss. Must not know: ranks, shards, hpczero. There are no buffers, so a
-model built under ``torch.device("meta")`` needs nothing but its parameters. Every weight is used through the module
-that holds it, so hooks on modules see each use.
+There are no buffers, so a model built under ``torch.device("meta")`` needs nothing but its parameters. Every weight is
+used through the module that holds it, so hooks on modules see each use.
 
 Shape suffixes: B batch, T time, C hidden, H heads, D head size, V vocabulary, N = B * T.
 """
@@ -352,13 +351,10 @@ def rotate(x_BHTD: Tensor) -> Tensor:
 
 
 def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross entropy in fp32, over at most ``loss_chunk_numel`` logits at a time.
+    """Mean cross entropy in fp32, a scalar, over at most ``loss_chunk_numel`` logits at a time.
 
     With a large vocabulary the fp32 copy and its log-softmax would be the largest tensors of a step. Each piece is
     recomputed in backward instead, so only the logits themselves are kept.
-
-    Returns:
-        fp32 scalar.
     """
     logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
     rows = max(1, loss_chunk_numel(logits_NV.device) // logits_NV.shape[1])
@@ -375,11 +371,7 @@ def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def loss_chunk_numel(device: torch.device) -> int:
-    """Most logits in a piece of the loss.
-
-    A piece costs the host a quarter of a millisecond, for which a device would wait: 50 of them in a step of 824
-    million logits.
-    """
+    """Most logits in a piece of the loss. A piece costs the host 0.25 ms, for which a device would wait."""
     return LOSS_CHUNK_NUMEL if device.type == "cpu" else DEVICE_LOSS_CHUNK_NUMEL
 
 

@@ -1,7 +1,4 @@
-"""The initial weights of a GPT, whole parameters or any part of one.
-
-Owns: which distribution each parameter has. Must not know: the network, ranks, shards, hpczero.
-"""
+"""The initial weights of a GPT, whole parameters or any part of one."""
 
 from __future__ import annotations
 
@@ -56,13 +53,7 @@ class Deviates:
         self._made = torch.from_numpy(self._a)
 
     def fill(self, out: Tensor, start: int, std: float) -> None:
-        """Fill ``out`` with ``std`` times deviates ``start``, ``start + 1``, ...
-
-        Args:
-            out: (n,) fp32 on the CPU.
-            start: not negative.
-            std: rounded to fp32.
-        """
+        """Fill ``out``, (n,) fp32 on the CPU, with ``std``, in fp32, times deviates ``start``, ``start + 1``, ..."""
         with torch.no_grad():
             for begin in range(0, len(out), CHUNK):
                 part = out[begin : begin + CHUNK]
@@ -130,16 +121,11 @@ class InitialWeights:
     """
 
     def __init__(self, *, seed: int, layers: int) -> None:
-        """``seed`` of the run, and number of blocks of the model."""
         self._seed, self._layers = seed, layers
         self._latest: tuple[str, Deviates] | None = None
 
     def __call__(self, name: str, tensor: Tensor) -> None:
-        """Fill one whole parameter in place.
-
-        Args:
-            name: as in ``named_parameters()``.
-            tensor: fp32 on the CPU, contiguous, the whole shape of the parameter.
+        """Fill one whole parameter in place, fp32 on the CPU, contiguous.
 
         Raises:
             ValueError: the tensor is not fp32 on the CPU, or not contiguous.

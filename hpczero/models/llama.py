@@ -1,7 +1,6 @@
 """A Llama-like decoder under the names of Hugging Face: its state dict is that of ``LlamaForCausalLM``.
 
-Owns: the network. Must not know: ranks, shards, hpczero, transformers. Heads are counted by what a projection gives, so
-a part of them may stand on a rank.
+Heads are counted by what a projection gives, so a part of them may stand on a rank.
 
 Source: Touvron et al., LLaMA, arXiv 2302.13971, sec. 2.2; grouped queries: Ainslie et al., GQA, arXiv 2305.13245.
 

@@ -6,10 +6,9 @@ ranks exchange) and of ``Trainer`` (when checkpoints are saved and loaded). ``to
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hpczero.errors import ConfigError
+from hpczero.lazy import lazy
 
 if TYPE_CHECKING:
     from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
@@ -19,13 +18,6 @@ if TYPE_CHECKING:
         HpczeroTrainer,
     )
 
-_HOME = {
-    "HpczeroSeq2SeqTrainer": "trainer",
-    "HpczeroSeq2SeqTrainingArguments": "trainer",
-    "HpczeroTrainer": "trainer",
-    "HpczeroTrainingArguments": "arguments",
-}
-
 __all__ = [
     "HpczeroSeq2SeqTrainer",
     "HpczeroSeq2SeqTrainingArguments",
@@ -33,18 +25,13 @@ __all__ = [
     "HpczeroTrainingArguments",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'hpczero.hf.trainer' has no attribute {name!r}")
-    try:
-        home = importlib.import_module(f"hpczero.hf.trainer.{_HOME[name]}")
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in ("transformers", "accelerate"):
-            raise
-        raise ConfigError(
-            f"hpczero.hf.trainer.{name} needs {missing}, which is not installed; type: "
-            "pip install 'transformers>=5.20,<6' 'accelerate>=1.15'"
-        ) from error
-    return getattr(home, name)
+__getattr__ = lazy(
+    __name__,
+    {
+        "HpczeroSeq2SeqTrainer": "trainer",
+        "HpczeroSeq2SeqTrainingArguments": "trainer",
+        "HpczeroTrainer": "trainer",
+        "HpczeroTrainingArguments": "arguments",
+    },
+    needs=("transformers>=5.20,<6", "accelerate>=1.15"),
+)

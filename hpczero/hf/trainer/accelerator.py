@@ -1,7 +1,5 @@
 """MpiAccelerator: accelerate's ``Accelerator`` whose ranks exchange over MPI, and whose models are in shards.
 
-Owns: what of accelerate's interface means another call here. Must not know: checkpoints, the training loop.
-
 accelerate itself is told that nothing is distributed (arguments.py): its own gathers would return their input, its
 clipping would find no gradients. Each call that would then be wrong is therefore here.
 """
@@ -9,8 +7,8 @@ clipping would find no gradients. Each call that would then be wrong is therefor
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.optim import Optimizer
 
 import hpczero
 from hpczero.errors import ConfigError, PlanError
+from hpczero.zero.sharding import KEY as ZEROIFIED
 
 if TYPE_CHECKING:
     from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
@@ -49,8 +48,7 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
     ) -> None:
         """Make ``accelerator``, an ``Accelerator``, one of this class. Not collective.
 
-        Raises:
-            ConfigError: it would compile, autocast or distribute by itself.
+        Raises ConfigError where it would compile, autocast or distribute by itself.
         """
         backend = str(getattr(accelerator.state.dynamo_plugin.backend, "value", "NO"))
         if backend.upper() != "NO":
@@ -134,11 +132,9 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
         self.args.check_state()
         return super().prepare_data_loader(*args, **options)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """``hpczero.no_sync``. Not collective."""
-        with hpczero.no_sync(model):
-            yield
+        return hpczero.no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """The norm over ``parameters`` of a prepared model, before they are clipped. Collective over the world."""
@@ -162,21 +158,13 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
         return hpczero.full_state_dict(model) if is_sharded(model) else model.state_dict()
 
     def save_state(self, *args: Any, **options: Any) -> None:
-        """Refused.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refused: raises ConfigError."""
         raise ConfigError(
             "accelerator.save_state: writes each rank's own part; use trainer checkpoints, or hpczero.checkpoint.save"
         )
 
     def load_state(self, *args: Any, **options: Any) -> None:
-        """Refused.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refused: raises ConfigError."""
         raise ConfigError(
             "accelerator.load_state: use resume_from_checkpoint, or hpczero.checkpoint.load"
         )
@@ -224,17 +212,13 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
         """Wait for every rank."""
         self.exchange.topology.barrier()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> Any:
         """Rank 0 runs the block before the others."""
-        with self.args.main_process_first(local=False):
-            yield
+        return self.args.main_process_first(local=False)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> Any:
         """The first rank of each node runs the block before the others."""
-        with self.args.main_process_first(local=True):
-            yield
+        return self.args.main_process_first(local=True)
 
     @staticmethod
     def _each(act: Callable[[Tensor], Tensor], data: Any) -> Any:
@@ -243,11 +227,7 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ``zeroify`` was called on it."""
-    try:
-        hpczero.sharding(model)
-    except PlanError:
-        return False
-    return True
+    return ZEROIFIED in model.__dict__
 
 
 def _are_tensors(data: Any) -> bool:

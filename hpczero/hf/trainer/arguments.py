@@ -1,7 +1,5 @@
 """HpczeroTrainingArguments: ``TrainingArguments`` whose ranks are those of MPI.
 
-Owns: which process of how many this is, for transformers and accelerate alike. Must not know: models, checkpoints.
-
 [Note: accelerate's state]
 accelerate keeps rank, size and device once per process (``PartialState``). By itself it reads them from the launcher's
 variables and starts ``torch.distributed``: under mpirun it begins gloo, under srun it takes every rank for a run of its
@@ -49,7 +47,7 @@ REFUSED = {
     "torch_compile_backend": "a model in shards is not compiled; leave it out",
     "torch_compile_mode": "a model in shards is not compiled; leave it out",
 }
-# Of accelerator_config, by what must be set.
+# Fields of accelerator_config that must keep one of these values, and why.
 CONFIGURED = {
     "dispatch_batches": (
         (None, False),
@@ -71,10 +69,7 @@ CONFIGURED_FOR_MANY = {
 
 
 def check_options(args: Any) -> None:
-    """Refuse options that cannot work.
-
-    Args:
-        args: training arguments as they were given, before transformers has changed any.
+    """Refuse options that cannot work, of training arguments that transformers has not changed yet.
 
     Raises:
         ConfigError: one of them is set; the message says what to do instead.
@@ -94,10 +89,6 @@ def check_options(args: Any) -> None:
 
 def check_sampling(args: Any, size: int) -> None:
     """Refuse ways to share samples among ranks by which ranks would get other samples than each other expects.
-
-    Args:
-        args: training arguments, filled.
-        size: number of ranks.
 
     Raises:
         ConfigError: the message names the option.
@@ -119,18 +110,8 @@ def check_sampling(args: Any, size: int) -> None:
 
 
 # What ranks may set differently: it changes what they say, not what they compute.
-OWN = frozenset(
-    {
-        *(
-            "dataloader_num_workers",
-            "dataloader_pin_memory",
-            "disable_tqdm",
-            "hub_token",
-            "local_rank",
-        ),
-        *("log_level", "log_level_replica", "project", "report_to", "run_name"),
-    }
-)
+OWN = {"dataloader_num_workers", "dataloader_pin_memory", "disable_tqdm", "hub_token", "local_rank"}
+OWN |= {"log_level", "log_level_replica", "project", "report_to", "run_name"}
 
 
 @cache
@@ -173,18 +154,17 @@ class HpczeroTrainingArguments(_TrainingArguments):  # type: ignore[misc]
         self.precision = "bf16" if mixed == "bf16" else "fp32"
         self.mixed_precision = "no"
         given: Any = vars(self)
-        if given["data_seed"] is None:
-            given["data_seed"] = (
-                self.seed
-            )  # else each rank takes its stream's, which a resume sets anew
+        if (
+            given["data_seed"] is None
+        ):  # each rank would take its stream's, which a resume sets anew
+            given["data_seed"] = self.seed
         check_sampling(self, self.topology.size)
 
     @cached_property
     def _setup_devices(self) -> torch.device:
         """This rank's device, with accelerate's state filled: see [Note: accelerate's state]."""
-        device = choose_accelerator(
-            "cpu" if self.use_cpu else "auto"
-        ).device  # before MPI is started
+        kind = "cpu" if self.use_cpu else "auto"
+        device = choose_accelerator(kind).device  # before MPI is started
         self.topology = world()
         self.accelerator_config.pop("use_configured_state", None)
         self._fill_state(device)
@@ -207,11 +187,7 @@ class HpczeroTrainingArguments(_TrainingArguments):  # type: ignore[misc]
         self.distributed_state = PartialState(cpu=device.type == "cpu")
 
     def check_state(self) -> None:
-        """Refuse to go on if something has reset accelerate's state. Not collective.
-
-        Raises:
-            ConfigError: it says other ranks than MPI.
-        """
+        """Raise ConfigError where something has reset accelerate's state. Not collective."""
         state, topology = PartialState._shared_state, self.topology
         found = (state.get("process_index"), state.get("num_processes"))
         if found != (topology.rank, topology.size):
@@ -221,28 +197,14 @@ class HpczeroTrainingArguments(_TrainingArguments):  # type: ignore[misc]
                 "such as a plain TrainingArguments or an Accelerator; make the HpczeroTrainingArguments last"
             )
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
+    def _ranks(self) -> Topology:
         _ = self.device
-        return self.topology.size
+        return self.topology
 
-    @property
-    def process_index(self) -> int:
-        """Rank of this process."""
-        _ = self.device
-        return self.topology.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Place of this rank on its node."""
-        _ = self.device
-        return self.topology.local_rank
-
-    @property
-    def place_model_on_device(self) -> bool:
-        """Whether the trainer moves the model: ``zeroify`` does."""
-        return False
+    world_size = property(lambda self: self._ranks().size)
+    process_index = property(lambda self: self._ranks().rank)
+    local_process_index = property(lambda self: self._ranks().local_rank)
+    place_model_on_device = property(lambda _: False)  # zeroify moves the model
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
@@ -291,11 +253,7 @@ def check_equal(
 ) -> None:
     """Refuse ranks whose arguments or data sets differ. Collective over the world.
 
-    Args:
-        exchange: of the ranks.
-        args: of this rank.
-        positional: of the trainer, behind its arguments.
-        named: of the trainer.
+    ``positional`` and ``named`` are arguments of the trainer.
 
     Raises:
         ConfigError: arguments differ; on every rank.

@@ -1,7 +1,5 @@
 """TrainerCheckpoints: the checkpoints of a ``HpczeroTrainer``, each one whole with the state of its trainer.
 
-Owns: where they lie, which one a resume takes, which ones stay. Must not know: the training loop, callbacks.
-
 transformers writes weights, optimizer, scheduler, random streams and ``trainer_state.json`` as files of their own, one
 after the other. Here the state of the trainer is part of hpczero's checkpoint (``extra``), which is whole or not there.
 """
@@ -16,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -27,7 +24,6 @@ from hpczero.checkpoint import Checkpoints, states
 from hpczero.checkpoint.disk.folder import (
     CHECKPOINTS,
     GIVE,
-    is_checkpoint,
     read_manifest,
     what_is_there,
 )
@@ -38,26 +34,6 @@ from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.files.durable import Hidden, sync
 from hpczero.hf.files import ADAPTER_CONFIG, HIDDEN, INDEX, SINGLE
 from hpczero.job.messages import ChunkedExchange
-
-WEIGHTS = "adapter_model.safetensors"
-
-
-def load_adapter(folder: Path, model: Any, exchange: ChunkedExchange) -> None:
-    """Read the values of the active adapter on rank 0. Collective over the world: the model is whole meanwhile.
-
-    Args:
-        folder: of ``save_pretrained``.
-        model: of peft, zeroified.
-        exchange: of the ranks.
-    """
-    topology, name = exchange.topology, model.active_adapter
-    with hpczero.gathered(model, modifier_rank=0), topology.agreed("load the adapter"):
-        if topology.is_root:
-            peft: Any = importlib.import_module("peft")
-            files: Any = importlib.import_module("safetensors.torch")
-            place = folder if name == "default" else folder / name
-            peft.set_peft_model_state_dict(model, files.load_file(place / WEIGHTS), name)
-
 
 # Weights: folders of whole weights as they take the place of earlier ones.
 #
@@ -95,9 +71,6 @@ def bring_in(place: Path) -> None:
     """Move what the hidden folder of ``place`` holds to where an earlier save may be, and checkpoints beside it.
 
     A job that is killed meanwhile leaves the earlier save, the new one, or a folder that nobody can load.
-
-    Args:
-        place: the folder.
     """
     hidden = place / HIDDEN
     new = sorted(
@@ -131,7 +104,7 @@ def bring_in(place: Path) -> None:
 
 
 def put_in_place(hidden: Path, target: Path) -> None:
-    """Give a ``checkpoint-...`` its name, under which there may be an earlier one, which goes whole.
+    """Give a ``checkpoint-...`` its name, in place of an earlier one.
 
     What killed saves have left beside it goes too.
     """
@@ -145,10 +118,7 @@ def put_in_place(hidden: Path, target: Path) -> None:
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
     """Remove the oldest ``checkpoint-...`` in ``folder`` as transformers does, each at once.
 
-    Args:
-        folder: of the trainer.
-        limit: how many stay, at least the newest and the best; None and 0 remove none.
-        best: path of the best one.
+    ``limit``: how many stay, at least the newest and the best; None and 0 remove none.
     """
     if limit is None or limit <= 0:
         return
@@ -168,20 +138,31 @@ def remove_whole(folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def load_adapter(folder: Path, model: Any, exchange: ChunkedExchange) -> None:
+    """Read the values of the active adapter of ``model``, of peft and zeroified, on rank 0. Collective over the world.
+
+    The model is whole meanwhile.
+    """
+    topology, name = exchange.topology, model.active_adapter
+    with hpczero.gathered(model, modifier_rank=0), topology.agreed("load the adapter"):
+        if topology.is_root:
+            peft: Any = importlib.import_module("peft")
+            files: Any = importlib.import_module("safetensors.torch")
+            place = folder if name == "default" else folder / name
+            peft.set_peft_model_state_dict(model, files.load_file(place / ADAPTER), name)
+
+
 KEY = "trainer"  # in ``extra``
 STATE_FILE = "trainer_state.json"  # transformers' name for it
 
 
 class TrainerCheckpoints:
-    """The checkpoints of one trainer. Methods are collective over the world."""
+    """The checkpoints of one trainer, in the folder ``checkpoints`` of its output.
+
+    Methods are collective over the world.
+    """
 
     def __init__(self, output_dir: str, exchange: ChunkedExchange) -> None:
-        """Not collective.
-
-        Args:
-            output_dir: of the trainer; checkpoints lie in its folder ``checkpoints``.
-            exchange: of the ranks.
-        """
         self.folder = Path(output_dir).absolute() / CHECKPOINTS
         self._exchange = exchange
         self._topology = exchange.topology
@@ -223,11 +204,12 @@ class TrainerCheckpoints:
             raise error
         return found
 
-    def state_of(self, path: Path) -> str:
-        """The state of trainer and callbacks, as ``save`` was given it, read by rank 0 without the model.
+    @contextmanager
+    def unpacked(self, path: Path) -> Iterator[str]:
+        """A folder of this rank's own with the file that transformers reads the state of the trainer from.
 
         Raises:
-            CorruptCheckpoint: it is not sound.
+            CorruptCheckpoint: the checkpoint is not sound.
             CheckpointMismatch: it is no trainer's, or a later version wrote it.
         """
         text = ""
@@ -240,18 +222,9 @@ class TrainerCheckpoints:
                         "and give its weights to the trainer"
                     )
                 text = str(found["state"])
-        return self._topology.broadcast_text(text)
-
-    @contextmanager
-    def unpacked(self, path: Path) -> Iterator[str]:
-        """A folder of this rank's own with the file that transformers reads the state of the trainer from.
-
-        Raises:
-            CorruptCheckpoint, CheckpointMismatch: as of ``state_of``.
-        """
-        state = self.state_of(path)
+        text = self._topology.broadcast_text(text)
         with tempfile.TemporaryDirectory(prefix="hpczero-trainer-") as folder:
-            (Path(folder) / STATE_FILE).write_text(state, encoding="utf-8")
+            (Path(folder) / STATE_FILE).write_text(text, encoding="utf-8")
             yield folder
 
     # --- in and out
@@ -292,7 +265,7 @@ class TrainerCheckpoints:
         limit: int | None,
         best: Path | None,
     ) -> Path:
-        """Write the checkpoint of ``step``, and remove old ones.
+        """Write the checkpoint of ``step``, remove old ones, and return its folder.
 
         Args:
             model: zeroified.
@@ -300,9 +273,6 @@ class TrainerCheckpoints:
             trainer: what ``load`` returns.
             limit: newest checkpoints that stay, ``best`` among them; None removes none.
             best: stays in any case.
-
-        Returns:
-            Its folder.
 
         Raises:
             CheckpointError: as of ``hpczero.checkpoint.save``.
@@ -313,29 +283,15 @@ class TrainerCheckpoints:
                 self._open.set_others_aside()
         path = self._open.save(step, {KEY: dict(trainer)})
         if limit is not None and limit > 0 and self._topology.is_root:
-            self._retain(self._open, limit, best)
+            newest = [path for path, _ in self._open.folder.valid()][:limit]
+            outside = best is not None and best.is_dir() and best not in newest
+            self._open.folder.retain(limit - 1 if outside else limit, best)
         return path
-
-    @staticmethod
-    def _retain(checkpoints: Checkpoints, limit: int, best: Path | None) -> None:
-        newest = [path for path, _ in checkpoints.folder.valid()][:limit]
-        outside = best is not None and best.is_dir() and best not in newest
-        checkpoints.folder.retain(limit - 1 if outside else limit, best)
 
     def __enter__(self) -> TrainerCheckpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._open is not None:
-            self._open.__exit__(kind, error, trace)
+            self._open.__exit__(*error)
             self._open = None
-
-
-def is_ours(path: str | Path) -> bool:
-    """Whether a folder holds a checkpoint of hpczero's. Not collective."""
-    return is_checkpoint(Path(path))

@@ -1,10 +1,7 @@
 """HpczeroTrainer: ``transformers.Trainer`` over MPI, with its model, gradients and optimizer state in shards.
 
-Owns: which of the trainer's own steps are taken otherwise: preparing, decisions of ranks, averages, checkpoints. Must
-not know: how ranks exchange, what a checkpoint is on disk.
-
-    train -> newest sound checkpoint -> prepare (zeroify, load) -> batches agreed -> step -> decisions agreed
-          -> loss averaged, evaluated, saved
+train -> newest sound checkpoint -> prepare (zeroify, load) -> batches agreed -> step -> decisions agreed
+-> loss averaged, evaluated, saved
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl
 
 import hpczero
 from hpczero.errors import ConfigError, CorruptCheckpoint, DataError
@@ -49,29 +46,13 @@ from hpczero.hf.trainer.checkpoints import (
 
 _Trainer: Any = Trainer  # its annotations are not strict
 # What hooks and containers ask of any tensor, and what gives the same number once more.
-_LOOKS = frozenset(
-    [
-        *(
-            "dim",
-            "size",
-            "numel",
-            "element_size",
-            "is_contiguous",
-            "is_floating_point",
-            "is_complex",
-        ),
-        *("stride", "storage_offset", "untyped_storage", "__hash__", "__get__"),
-    ]
-)
-_SAME = frozenset(["to", "cpu", "cuda", "detach", "clone"])
+_LOOKS = {"dim", "size", "numel", "element_size", "stride", "storage_offset", "untyped_storage"}
+_LOOKS |= {"is_contiguous", "is_floating_point", "is_complex", "__hash__", "__get__"}
+_SAME = {"to", "cpu", "cuda", "detach", "clone"}
 
 
 class ItemCount(Tensor):
-    """A number of items that notes whether anybody computes with it.
-
-    Attributes:
-        uses: names of the functions that did.
-    """
+    """A number of items that notes in ``uses`` the names of the functions that compute with it."""
 
     uses: list[str]
 
@@ -90,7 +71,6 @@ class ItemCount(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """As of an ordinary tensor, noted."""
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         name, first = getattr(func, "__name__", str(func)), args[0] if args else None
@@ -103,38 +83,9 @@ class ItemCount(Tensor):
         return found
 
 
-class LossesOfOne(_Trainer):  # type: ignore[misc]
-    """``Trainer`` whose losses have the mean over ranks that one process computes."""
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """As ``Trainer`` does; a loss that leaves ``num_items_in_batch`` aside is not multiplied. Not collective."""
-        multiplied = self.args.average_tokens_across_devices and (
-            self.model_accepts_loss_kwargs or self.compute_loss_func
-        )
-        if not multiplied or not isinstance(num_items_in_batch, Tensor):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        items = ItemCount.of(num_items_in_batch)
-        found = super().compute_loss(model, inputs, return_outputs, items)
-        if items.uses:
-            return found
-        size = self.args.world_size
-        return (found[0] / size, found[1]) if return_outputs else found / size
-
-
-DECISIONS = (
-    "should_training_stop",
-    "should_epoch_stop",
-    "should_save",
-    "should_evaluate",
-    "should_log",
-)
-
+DECISIONS = [
+    each.name for each in dataclasses.fields(TrainerControl) if each.name.startswith("should_")
+]
 logger = logging.getLogger("hpczero.hf")
 
 
@@ -145,7 +96,7 @@ class NotSound(Exception):
 _CallbackHandler: Any = CallbackHandler  # its annotations are not strict
 
 
-class HpczeroTrainer(LossesOfOne):
+class HpczeroTrainer(_Trainer):  # type: ignore[misc]
     """``Trainer``, on the ranks of MPI. All methods are collective over the world.
 
     ``train``, ``evaluate``, ``predict`` and ``save_model`` mean what they mean there. After ``train`` the model stays
@@ -232,6 +183,26 @@ class HpczeroTrainer(LossesOfOne):
 
     # --- training
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """As ``Trainer`` does; a loss that leaves ``num_items_in_batch`` aside is not multiplied. Not collective."""
+        multiplied = self.args.average_tokens_across_devices and (
+            self.model_accepts_loss_kwargs or self.compute_loss_func
+        )
+        if not multiplied or not isinstance(num_items_in_batch, Tensor):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        items = ItemCount.of(num_items_in_batch)
+        found = super().compute_loss(model, inputs, return_outputs, items)
+        if items.uses:
+            return found
+        size = self.args.world_size
+        return (found[0] / size, found[1]) if return_outputs else found / size
+
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -252,7 +223,7 @@ class HpczeroTrainer(LossesOfOne):
             CheckpointMismatch: it is of another model, or of another program.
         """
         if trial is not None:
-            self._refuse_search()
+            self.hyperparameter_search()
         asked = resume_from_checkpoint or None
         with self._saved:
             if asked is None:
@@ -324,14 +295,7 @@ class HpczeroTrainer(LossesOfOne):
         self.current_flos = 0
 
     def hyperparameter_search(self, *args: Any, **named: Any) -> NoReturn:
-        """Refused.
-
-        Raises:
-            ConfigError: always.
-        """
-        self._refuse_search()
-
-    def _refuse_search(self) -> NoReturn:
+        """Refused: raises ConfigError."""
         raise ConfigError(
             "hyperparameter_search: a search would begin runs on one rank alone; start one job for each trial"
         )
@@ -422,17 +386,18 @@ class HpczeroTrainer(LossesOfOne):
             self._exchange.on_root(
                 lambda: write_hidden(place, partial(self._save_whole, state)), "write the model"
             )
-        self._exchange.on_root(lambda: self._bring_in(place), "save the model")
+
+        def commit() -> None:
+            torch.save(self.args, place / HIDDEN / TRAINING_ARGS_NAME)
+            bring_in(place)
+
+        self._exchange.on_root(commit, "save the model")
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_whole(self, state: Any, place: str) -> None:
         with saved_by_peft(self.model, state) as given:
             self._save(place, state_dict=given)
-
-    def _bring_in(self, place: Path) -> None:
-        torch.save(self.args, place / HIDDEN / TRAINING_ARGS_NAME)
-        bring_in(place)
 
     def _tokenizer(self) -> Any:
         found = self.processing_class
