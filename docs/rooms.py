@@ -143,17 +143,13 @@ SCALING = House(
     (
         "report",
         "gpu",
-        "start",
+        "measurements",
         "simulate",
         "hostcost",
         "planner",
         "layouts",
         "tiers",
-        "transports",
-        "bridge",
         "overhead",
-        "parallel",
-        "peers",
         "collectives",
         "checkpoint",
         "sweep",
@@ -162,8 +158,18 @@ SCALING = House(
         "evidence",
         "package",
     ),
-    {"__init__": "package"},
-    {"package": "The package itself, which is empty."},
+    {
+        "__init__": "package",
+        "bridge": "measurements",
+        "parallel": "measurements",
+        "peers": "measurements",
+        "start": "measurements",
+        "transports": "measurements",
+    },
+    {
+        "measurements": "Measurements that are one file each.",
+        "package": "The package itself, which is empty.",
+    },
 )
 HOUSES = (HPCZERO, SCALING)
 

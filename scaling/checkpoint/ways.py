@@ -1,8 +1,7 @@
 """Savers: one rank's part of each way to put the state of a training on disk and back.
 
-``python -m scaling.checkpoint.ways JSON`` is a `scaling.contenders.rank` that takes further orders. Owns: what a save
-and a load of each way is, and the clock and the memory meter around it. Must not know: the order of a run. Frameworks
-are loaded by the way that needs them: a process of torch.distributed must not start MPI, and the other way round.
+``python -m scaling.checkpoint.ways JSON`` is a `scaling.contenders.rank` that takes further orders. Frameworks are
+loaded by the way that needs them: a process of torch.distributed must not start MPI, and the other way round.
 
 Every way ends with fsync of what it wrote: raw by each rank, DCP by ``FileSystemWriter(sync_files=True)``, which is its
 default and leaves the folder's own entry out, hpczero its file, manifest and folders.
@@ -13,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -31,6 +29,7 @@ from scaling.checkpoint.__main__ import BYTES_PER_PARAMETER
 from scaling.contenders.base import Contender, batch
 from scaling.contenders.rank import Rank, Reply, main
 from scaling.contenders.workload import Workload
+from scaling.evidence.host import kernel_nbytes
 
 if TYPE_CHECKING:
     from hpczero.checkpoint import Checkpoints
@@ -263,9 +262,10 @@ class Saver(Rank):
         ctypes.CDLL(None).malloc_trim(0)  # what is free already must not hide what is needed
         self._contender.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present (proc(5))
-        before = _status_nbytes("VmRSS")
+        before = kernel_nbytes("/proc/self/status", "VmRSS:")
         call()
-        return {"extra_nbytes": max(_status_nbytes("VmHWM") - before, 0)}
+        most = kernel_nbytes("/proc/self/status", "VmHWM:")
+        return {"extra_nbytes": max(most - before, 0)}
 
 
 def state_tensors(contender: Contender) -> list[Tensor]:
@@ -298,12 +298,6 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _status_nbytes(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found, "Linux"
-    return int(found[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -2,27 +2,43 @@
 
     mpirun -n 8 python -m scaling.collectives --nic_gbit 100
 
-Owns: the order of a run. Must not know: how anything moves, the arithmetic of the report. The placement of ranks is
-the launcher's; one run measures one placement. In each round every mover works once, in an order drawn anew.
+The placement of ranks is the launcher's; one run measures one placement. In each round every mover works once, in an
+order drawn anew. Ratios are formed within a round and only then summarised.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options.reading import parse_command_line
-from scaling.evidence.record import Row, circumstances
+from scaling.evidence.harness import (
+    Report,
+    at_least,
+    in_turns,
+    on_ranks,
+    options_of,
+    placement,
+    say,
+    seconds,
+)
+from scaling.evidence.plot import Line, draw_lines
+from scaling.evidence.record import Row, emulated, head_of, run_row, where_and_when
+from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
+
+LIBRARY = "MPI library"
+AUTO = "window, auto"
+TITLES = {"all_gather": "All-gather", "reduce_scatter": "Reduce-scatter"}
 
 
 @dataclass(frozen=True)
@@ -48,82 +64,225 @@ class Options:
     def __post_init__(self) -> None:
         if not self.sizes or any(size < 4 or size % 4 for size in self.sizes):
             raise ConfigError(f"--sizes: got {self.sizes}, expected bytes of fp32 shards")
-        if self.rounds < 1:
-            raise ConfigError(f"--rounds: got {self.rounds}, expected at least 1")
+        at_least(self, rounds=1)
         if self.nic_gbit is not None and not 0 < self.nic_gbit < math.inf:
             raise ConfigError(f"--nic_gbit: got {self.nic_gbit}, expected a rate above 0")
 
 
 def main() -> int:
-    """Measure; rank 0 writes the rows, prints the table, draws the plot. Collective over MPI's world."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.collectives",
-        description="All-gather and reduce-scatter by every algorithm, in one run; start it under mpirun or srun.",
-        default=Options(),
-    )
-    # Here and not at the top: this import starts MPI, which --help and bad options must not do.
-    from hpczero.job.launch import start_topology
-    from scaling.collectives.report import draw, text
-    from scaling.evidence.clock import placement, record
+    """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
+    said = "All-gather and reduce-scatter by every algorithm, in one run; start it under mpirun or srun."
+    return on_ranks(options_of(Options, "collectives", said), _measured, REPORT)
 
-    topology = start_topology(None)
+
+def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
     if topology.size < 2:
         raise ConfigError(
             "one rank has nobody to exchange with; type: mpirun -n 2 python -m scaling.collectives"
         )
-    where = placement(topology)
-    label = f"{where}-emulated-{options.nic_gbit or 0:g}gbit" if options.emulated else where
-    rows = measure(topology, options)
-    name = f"collectives-{label}"
-    record(topology, rows, name, results=options.results, text=text, draw=draw)
-    topology.free()
-    return 0
+    label = f"-emulated-{options.nic_gbit or 0:g}gbit" if options.emulated else ""
+    return f"collectives-{placement(topology)}{label}", measure(topology, options)
 
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
     """All rows, the same on every rank. Collective."""
-    import torch
     from mpi4py import MPI
 
     from scaling.collectives.candidates import candidates, tuned
-    from scaling.evidence.clock import placement, seconds
 
-    torch.set_num_threads(1)
     selection = tuned(topology)
-    yield {
-        "kind": "run",
-        **circumstances(),
-        "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
-        "ranks": topology.size,
-        "nodes": topology.num_nodes,
-        "placement": placement(topology),
-        "emulated": bool(options.emulated),
-        "nic_gbit": options.nic_gbit,
-        "rounds": options.rounds,
-        "seed": options.seed,
-        "selection": {"description": selection.describe(), **selection.as_json()},
-    }
+    yield run_row(
+        options,
+        "nic_gbit rounds seed",
+        mpi=MPI.Get_library_version().split(",")[0].strip("\0 \n"),
+        ranks=topology.size,
+        nodes=topology.num_nodes,
+        placement=placement(topology),
+        emulated=bool(options.emulated),
+        selection={"description": selection.describe(), **selection.as_json()},
+    )
     order = random.Random(options.seed)
     for size in options.sizes:
         with candidates(topology, size, selection) as found:
             for mover in found:
                 mover.call()  # connections, pages
-            for number in range(options.rounds):
-                for mover in order.sample(found, len(found)):
-                    took = seconds(topology, mover.call)
+            for number, turn in in_turns(found, options.rounds, order):
+                for mover in turn:
                     yield {
                         "kind": "call",
                         "operation": mover.operation,
                         "mover": mover.name,
                         "shard_nbytes": size,
                         "round": number,
-                        "seconds": took,
+                        "seconds": seconds(topology, mover.call),
                     }
         if topology.is_root:
-            sys.stderr.write(f"collectives: shards of {size:,} bytes done\n")
+            say("collectives", f"shards of {size:,} bytes done")
 
+
+@dataclass(frozen=True)
+class Group:
+    """One operation at one size.
+
+    Attributes:
+        operation: of TITLES.
+        shard_nbytes: of one rank.
+        times: seconds by mover and round.
+        bound_s: no algorithm is faster; None where the rate of the NICs is not known, or there is one node.
+    """
+
+    operation: str
+    shard_nbytes: int
+    times: dict[str, dict[int, float]]
+    bound_s: float | None
+
+    @property
+    def name(self) -> str:
+        """Such as ``All-gather of 1 MiB``."""
+        return f"{TITLES[self.operation]} of {_size(self.shard_nbytes)}"
+
+    def ratio(self, numerator: str, denominator: str) -> Spread | None:
+        """Of times within a round."""
+        return paired(self.times[numerator], self.times[denominator])
+
+    def median(self, mover: str) -> float:
+        """Seconds."""
+        return Spread.of(self.times[mover].values()).median
+
+    def best(self, beginning: str) -> str | None:
+        """The fastest of those whose names begin so, but the automatic choice."""
+        names = [name for name in self.times if name.startswith(beginning) and name != AUTO]
+        return min(names, key=self.median, default=None)
+
+
+def groups(rows: list[Row]) -> list[Group]:
+    """In the order of operations and sizes."""
+    head = head_of(rows)
+    found = by_round(
+        rows, "call", itemgetter("operation", "shard_nbytes", "mover"), itemgetter("seconds")
+    )
+    return [
+        Group(
+            operation,
+            size,
+            {
+                mover: times
+                for (op, of, mover), times in found.items()
+                if (op, of) == (operation, size)
+            },
+            _bound_s(head, size),
+        )
+        for operation in TITLES
+        for size in sorted({of for op, of, _ in found if op == operation})
+    ]
+
+
+def _bound_s(head: Row, shard_nbytes: int) -> float | None:
+    """(G-1) L S / B: what must come into each node, over its connection (docs/performance.md)."""
+    if head["nic_gbit"] is None or head["nodes"] < 2:
+        return None
+    local = head["ranks"] / head["nodes"]
+    return float((head["nodes"] - 1) * local * shard_nbytes * 8 / (head["nic_gbit"] * 1e9))
+
+
+def text(rows: list[Row]) -> str:
+    """Heading, a table for each operation and size, and what the automatic choice is worth; markdown."""
+    head, found = head_of(rows), groups(rows)
+    parts = [_heading(head), ""]
+    for group in found:
+        title = f"{group.name.replace(' of ', ', ')} of each rank"
+        if group.bound_s is not None:
+            title += f"; bound {group.bound_s * 1e3:.1f} ms"
+        parts += [f"**{title}**", "", _table(head, group)]
+    parts += [*_verdicts(found), "", f"Chosen: {head['selection']['description']}."]
+    return "\n".join(parts)
+
+
+def _heading(head: Row) -> str:
+    rate = "" if head["nic_gbit"] is None else f", {head['nic_gbit']:g} Gbit/s for each node"
+    return (
+        f"{emulated(head)}{head['ranks']} ranks as {head['placement']}{rate}; {head['cores']} cores of {head['cpu']}, "
+        f"{head['mpi']}. fp32; median of {head['rounds']} rounds; a time is that of the slowest rank. Commit "
+        f"{head['commit']}, {head['date']}."
+    )
+
+
+def _table(head: Row, group: Group) -> str:
+    whole, share = group.shard_nbytes * head["ranks"], (head["ranks"] - 1) / head["ranks"]
+    header = ["how", "ms", "algbw, MB/s", "busbw, MB/s", "% of bound", "MPI library / this"]
+    cells = []
+    for name, times in group.times.items():
+        spread = Spread.of(times.values())
+        rate = whole / spread.median / 1e6
+        cells.append(
+            [
+                name,
+                with_spread(spread, 1 if spread.median > 0.01 else 2, scale=1e3),
+                f"{rate:,.0f}",
+                f"{rate * share:,.0f}",
+                "–" if group.bound_s is None else f"{group.bound_s / spread.median:.0%}",
+                with_spread(group.ratio(LIBRARY, name), 2) if name != LIBRARY else "1",
+            ]
+        )
+    return table(header, cells)
+
+
+def _verdicts(found: list[Group]) -> Iterator[str]:
+    """The automatic choice against the best that was measured, as ratios of times within a round."""
+    for group in found:
+        if AUTO not in group.times:
+            continue
+        best = {"two-level": group.best("window"), "flat": group.best("flat")}
+        words = [
+            f"{with_spread(group.ratio(AUTO, name), 2)} x the best {what} one ({name})"
+            for what, name in best.items()
+            if name is not None
+        ]
+        if words:
+            yield f"- {group.name}, automatic: {', '.join(words)}."
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Time over size for every mover and the bound, to ``path`` (PNG)."""
+    styles = {"flat": "--", "wind": "-", "hier": "-."}
+    panels: dict[str, dict[str, dict[float, float]]] = {}
+    for group in groups(rows):
+        lines = panels.setdefault(TITLES[group.operation], {})
+        for name in group.times:
+            lines.setdefault(name, {})[group.shard_nbytes] = group.median(name) * 1e3
+        if group.bound_s is not None:
+            lines.setdefault("bound", {})[group.shard_nbytes] = group.bound_s * 1e3
+    head = head_of(rows)
+    label = ", emulated" if head["emulated"] else ""
+    draw_lines(
+        {
+            axis: [
+                Line(name, dict(values), styles.get(name[:4], ":"), reference=name == "bound")
+                for name, values in lines.items()
+            ]
+            for axis, lines in panels.items()
+        },
+        path,
+        title=f"{head['placement']}{label}, {head['mpi']}\n{where_and_when(head)}",
+        x="one rank's shard",
+        show_x=lambda nbytes: _size(round(nbytes)),
+        y="ms, median",
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:g} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:g} KiB"
+
+
+REPORT = Report(
+    "Collectives between nodes, beside the MPI library",
+    text,
+    {
+        "run": "emulated mpi nic_gbit nodes placement ranks rounds selection",
+        "call": "operation mover shard_nbytes round seconds",
+    },
+    draw,
+)
 
 if __name__ == "__main__":
     run(main)

@@ -1,12 +1,12 @@
 """What moves data in `scaling.collectives`: the MPI library's own calls, and hpczero's transports and algorithms.
 
-Owns: their names and their buffers, which those of one kind share. Must not know: sizes to measure, clocks, reports.
+Movers of one kind share their buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,25 +19,17 @@ from hpczero.comm.tuning import tune
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Use
 
-OPERATIONS = ("all_gather", "reduce_scatter")
 LIBRARY = "MPI library"
-AUTO = "window, auto"
 LONGER = (2**18, 2**21)  # rounds beside the usual one
 
 
 @dataclass(frozen=True)
 class Mover:
-    """One way to do one operation.
+    """One way to do one operation."""
 
-    Attributes:
-        name: in tables.
-        operation: one of OPERATIONS.
-        call: does it once, on buffers of its own. Collective.
-    """
-
-    name: str
-    operation: str
-    call: Callable[[], object]
+    name: str  # in tables
+    operation: str  # all_gather or reduce_scatter
+    call: Callable[[], object]  # does it once, on buffers of its own. Collective
 
 
 def tuned(topology: Topology) -> Selection:
@@ -55,13 +47,13 @@ def candidates(topology: Topology, shard_nbytes: int, auto: Selection) -> Iterat
         found = [*_library(topology, whole, out)]
         for gather in GATHERS:
             if gather.fits(topology.size):
-                flat = stack.enter_context(_closing(Flat(topology, gather=gather)))
+                flat = stack.enter_context(closing(Flat(topology, gather=gather)))
                 found.append(_gather(f"flat, {gather.name}", flat, whole))
         for exchange in EXCHANGES:
-            flat = stack.enter_context(_closing(Flat(topology, exchange=exchange)))
+            flat = stack.enter_context(closing(Flat(topology, exchange=exchange)))
             found.append(_reduce(f"flat, {exchange.name}", flat, whole, out))
         if topology.is_rectangular:
-            messages = stack.enter_context(_closing(Hierarchical(topology, inside="messages")))
+            messages = stack.enter_context(closing(Hierarchical(topology, inside="messages")))
             found.append(_gather("hierarchical", messages, whole))
             found.append(_reduce("hierarchical", messages, whole, out))
         if topology.is_rectangular and topology.world.node.size > 1:
@@ -90,7 +82,7 @@ def _window(
     topology: Topology, stack: ExitStack, numel: int, out: torch.Tensor, auto: Selection
 ) -> Iterator[Mover]:
     window = Hierarchical(topology)
-    stack.enter_context(_closing(window))
+    stack.enter_context(closing(window))
     size = numel * topology.size
     whole = window.allocate(size, torch.float32, category="whole", use=Use.GATHER, keep=True)
     gradient = window.allocate(size, torch.float32, category="gradient", use=Use.REDUCE, keep=True)
@@ -134,11 +126,3 @@ def _reduce(name: str, transport: Collectives, whole: torch.Tensor, out: torch.T
         transport.reduce_scatter(whole, out, scale=1.0, name="u").wait()
 
     return Mover(name, "reduce_scatter", call)
-
-
-@contextmanager
-def _closing(transport: Collectives) -> Iterator[Collectives]:
-    try:
-        yield transport
-    finally:
-        transport.close()

@@ -1,4 +1,4 @@
-"""The contenders: ways to train the same model on several ranks, one file each.
+"""The contenders: ways to train the same model on several ranks.
 
 ``ENTRIES`` says what they are called and how their ranks are started; it is read by the command, which loads none of
 the frameworks. `base` holds the interface.
@@ -22,12 +22,13 @@ class Entry:
     Attributes:
         name: on the command line and in results.
         title: in tables.
-        module: in this package; it has a class ``Contender``.
+        module: in this package.
         start: "mpi" by install/launch.sh; "gloo" as plain processes that meet through a file.
         python: "main" runs in our own environment, "peers" in the one of install/peers.sh.
         arguments: of the class.
         tree: folder of the checkout whose code runs; None: this one.
         named: runs only where it is named: what it does is not what the others do.
+        kind: the class in ``module``.
     """
 
     name: str
@@ -38,55 +39,35 @@ class Entry:
     arguments: Mapping[str, int | str] = field(default_factory=dict)
     tree: Path | None = None
     named: bool = False
+    kind: str = "Contender"
 
 
-def _hpczero(stage: int) -> Entry:
-    name = f"hpczero-{stage}"
-    return Entry(name, f"hpczero stage {stage}", "hpczero_stage", "mpi", arguments={"stage": stage})
+def _hpczero(name: str, title: str, *, named: bool = False, **arguments: int) -> Entry:
+    return Entry(name, title, "hpczero_stage", "mpi", arguments=arguments, named=named)
 
 
-def _compiled(stage: int) -> Entry:
-    name, title = f"hpczero-{stage}{COMPILED}", f"hpczero stage {stage}, compiled blocks"
-    arguments = {"stage": stage, "compiled": True}
-    return Entry(name, title, "hpczero_stage", "mpi", arguments=arguments, named=True)
+def _torch(name: str, title: str, kind: str) -> Entry:
+    return Entry(name, title, "torch_data", "gloo", kind=kind)
 
 
-def _deepspeed(stage: int) -> Entry:
-    name, title = f"deepspeed-{stage}", f"DeepSpeed stage {stage}"
-    return Entry(name, title, "deepspeed_stage", "gloo", "peers", arguments={"stage": stage})
+def _deepspeed(name: str, title: str, *, named: bool = False, **arguments: int) -> Entry:
+    return Entry(name, title, "deepspeed_stage", "gloo", "peers", arguments, named=named)
 
 
 RANK_PROGRAM = "scaling.contenders.rank"
 FLOOR = "independent"
-COMPILED = "-compiled"  # ends the name of a contender whose blocks torch.compile compiles
 BEFORE = "before:"  # begins the name of a contender that runs another checkout's code
 ENTRIES = {
     entry.name: entry
     for entry in (
-        Entry(FLOOR, "independent processes", "independent", "gloo"),
-        *(_hpczero(stage) for stage in range(4)),
-        *(_compiled(stage) for stage in (0, 3)),
-        Entry("ddp", "torch DDP", "ddp", "gloo"),
-        Entry("zero-redundancy", "torch ZeroRedundancyOptimizer", "zero_redundancy", "gloo"),
-        Entry("fsdp2", "torch FSDP2", "fsdp2", "gloo"),
-        *(_deepspeed(stage) for stage in (1, 2, 3)),
-        Entry(
-            "hpczero-disk",
-            "hpczero stage 3, all on disk",
-            "hpczero_offload",
-            "mpi",
-            arguments={"stage": 3},
-            named=True,
-        ),
-        Entry(
-            "deepspeed-disk",
-            "DeepSpeed stage 3, all on disk",
-            "deepspeed_offload",
-            "gloo",
-            "peers",
-            arguments={"stage": 3},
-            named=True,
-        ),
+        _torch(FLOOR, "independent processes", "Independent"),
+        *(_hpczero(f"hpczero-{n}", f"hpczero stage {n}", stage=n) for n in range(4)),
+        _torch("ddp", "torch DDP", "DDP"),
+        _torch("zero-redundancy", "torch ZeroRedundancyOptimizer", "ZeroRedundancy"),
+        _torch("fsdp2", "torch FSDP2", "FSDP2"),
+        *(_deepspeed(f"deepspeed-{n}", f"DeepSpeed stage {n}", stage=n) for n in (1, 2, 3)),
+        _hpczero("hpczero-disk", "hpczero stage 3, all on disk", named=True, stage=3, disk=1),
+        _deepspeed("deepspeed-disk", "DeepSpeed stage 3, all on disk", named=True, stage=3, disk=1),
     )
 }
 
@@ -111,28 +92,17 @@ def find_entry(name: str, *, transport: str) -> Entry:
         )
     if not entry.module.startswith("hpczero_"):
         return entry
-    return Entry(
-        name,
-        f"{entry.title} ({chosen})" if chosen else entry.title,
-        entry.module,
-        entry.start,
+    return replace(
+        entry,
+        name=name,
+        title=f"{entry.title} ({chosen})" if chosen else entry.title,
         arguments={**entry.arguments, "transport": chosen or transport},
     )
 
 
-def rank_program(tree: Path) -> str | None:
-    """The module that is a rank of a contender in the checkout at ``tree``; None where no checkout is there."""
-    names = (RANK_PROGRAM, "scaling.rank")  # newest first
-    return next((n for n in names if (tree / f"{n.replace('.', '/')}.py").is_file()), None)
-
-
 def from_tree(entry: Entry, tree: Path) -> Entry:
-    """The same contender with the code of the checkout in ``tree``.
-
-    Raises:
-        ConfigError: no checkout is there.
-    """
-    if rank_program(tree) is None:
+    """The same contender with the code of the checkout in ``tree``. Raises ConfigError: no checkout is there."""
+    if not (tree / f"{RANK_PROGRAM.replace('.', '/')}.py").is_file():
         raise ConfigError(
             f"--against: got {tree}, expected the folder of a checkout of hpczero; type: "
             "git worktree add --detach ../before COMMIT"

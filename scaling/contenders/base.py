@@ -1,7 +1,4 @@
-"""What a contender is: one rank's part of one way to train.
-
-Owns: the model, data and optimizer that are the same for all. Must not know: any framework, clocks, who asks.
-"""
+"""What a contender is: one rank's part of one way to train; and the model, data and optimizer of all."""
 
 from __future__ import annotations
 

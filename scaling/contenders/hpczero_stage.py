@@ -1,30 +1,39 @@
-"""hpczero itself, at one stage, over one transport."""
+"""hpczero itself: at one stage, over one transport, on a disk too; or over tensor ranks or pipeline stages."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from mpi4py import MPI
+from torch import Tensor
 
 import hpczero
+from hpczero import Offload
+from hpczero.accelerator import HostAccelerator
+from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.topology import Topology
+from hpczero.options.config import LayoutOptions
+from hpczero.plan.degrees import mesh_of
 from hpczero.plan.rules import default_rule
+from hpczero.run.evaluation import passes_of
+from hpczero.run.results.metrics import Stopwatch
 from scaling.contenders import base
-from scaling.contenders.workload import Workload
+from scaling.contenders.training import build
+from scaling.contenders.workload import BUFFERS, Workload, scratch
 from scaling.evidence.record import versions
+
+WINDOW_NBYTES = 16 * 2**20
 
 
 class Contender(base.Contender):
-    """Units by the default rule: every block, and the root.
+    """Units by the default rule: every block, and the root."""
 
-    With ``compiled``, torch.compile makes one graph of each block.
-    """
-
-    def __init__(
-        self, stage: int, transport: str, *, overlap: bool = True, compiled: bool = False
-    ) -> None:
-        self.stage = stage
-        self.transport = transport
-        self.overlap = overlap
-        self.compiled = compiled
+    def __init__(self, stage: int, transport: str, *, overlap: bool = True, disk: int = 0) -> None:
+        self.stage, self.transport, self.overlap = stage, transport, overlap
+        self._offload = None
+        if disk:
+            self._offload = Offload("disk", "disk", "disk", scratch(), WINDOW_NBYTES, BUFFERS)
 
     def connect(self) -> None:
         self.join(Topology.of_world())
@@ -36,9 +45,6 @@ class Contender(base.Contender):
 
     def build(self, workload: Workload) -> None:
         model = base.gpt(workload)
-        if self.compiled:
-            for block in model.blocks:
-                block.compile()
         self.optimizer = base.adamw(model.parameters())
         self.model = hpczero.zeroify(
             model,
@@ -48,6 +54,7 @@ class Contender(base.Contender):
             rule=default_rule,
             transport=self.transport,
             overlap=self.overlap,
+            offload=self._offload,
         )
 
     def barrier(self) -> None:
@@ -58,7 +65,82 @@ class Contender(base.Contender):
         self.topology.free()
 
     def settings(self) -> dict[str, str]:
+        offload = f"everything on disk, {BUFFERS} blocks of {WINDOW_NBYTES >> 20} MiB"
         return {
+            "transport": hpczero.sharding(self.model).collectives.describe(),
+            "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
+            **versions("torch", "mpi4py"),
+            **({"offload": offload} if self._offload else {}),
+        }
+
+
+class Layout(base.Contender):
+    """Cut and driven by what the training command calls."""
+
+    def __init__(
+        self,
+        tensor: int = 1,
+        pipeline: int = 1,
+        sequence: int = 0,
+        micro_batches: int = 1,
+        stage: int = 1,
+        precision: str = "fp32",
+    ) -> None:
+        self.options = LayoutOptions(tensor=tensor, pipeline=pipeline, sequence=bool(sequence))
+        self.micro_batches = micro_batches
+        self.stage, self.precision = stage, precision
+
+    def connect(self) -> None:
+        comm = MPI.COMM_WORLD
+        self.topology = Topology.create(comm, mesh=mesh_of(self.options, comm.size, comm.size))
+        self.rank, self.size = self.topology.rank, self.topology.size
+
+    @property
+    def data_rank(self) -> int:
+        return self.topology.data.rank
+
+    def build(self, workload: Workload) -> None:
+        # torch's pipelining has nothing for a weight that two stages hold.
+        tied = self.options.pipeline == 1
+        adapter = GPTAdapter(replace(workload.model, tie_embeddings=tied))
+        self.model, self.optimizer = build(
+            adapter, self.topology, self.options, stage=self.stage, precision=self.precision
+        )
+        self._passes = passes_of(
+            self.options,
+            adapter,
+            self.model,
+            accumulation=self.micro_batches,
+            accelerator=HostAccelerator(),
+        )
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """As of every contender; a pipeline cuts the samples into its micro-batches."""
+        pairs = list(
+            zip(tokens.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True)
+        )
+
+        def samples(_: int, micro: int) -> tuple[Any, Any]:
+            return pairs[micro][0].numpy(), pairs[micro][1].numpy()
+
+        loss = self._passes.take(0, samples, Stopwatch(), lambda: None)
+        hpczero.clip_grad_norm_(self.model, base.CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss()
+
+    def barrier(self) -> None:
+        self.topology.barrier()
+
+    def close(self) -> None:
+        hpczero.release(self.model)
+        self.topology.free()
+
+    def settings(self) -> dict[str, str]:
+        return {
+            "layout": ", ".join(self.options.changed) or "one copy on each rank",
+            "stage": str(self.stage),
+            "precision": self.precision,
             "transport": hpczero.sharding(self.model).collectives.describe(),
             "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
             **versions("torch", "mpi4py"),

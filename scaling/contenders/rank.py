@@ -1,7 +1,7 @@
 """One rank of one contender: ``python -m scaling.contenders.rank JSON``, started by `scaling.contenders.ranks`.
 
-Owns: the clock around steps. Must not know: the other contenders. Between commands it blocks in a read of its socket,
-never in MPI or gloo, so that a sleeping contender takes no CPU time.
+Between commands it blocks in a read of its socket, never in MPI or gloo, so that a sleeping contender takes no CPU
+time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from hpczero.errors import run
 from scaling.contenders.base import Contender, adamw, batch
 from scaling.contenders.workload import Workload
-from scaling.evidence.memory import PeakPss, pss_nbytes
+from scaling.evidence.host import PeakPss, pss_nbytes
 
 Reply = dict[str, Any]  # Any: JSON
 
@@ -65,6 +65,12 @@ class Rank:
             losses = self.turn(steps)["losses"]
         return {"peak_nbytes": peak.nbytes, "losses": losses}
 
+    def probe(self) -> Reply:
+        """What the ranks of an hpczero contender, all at once, measure of their host."""
+        from hpczero.probe.job import measure_kernels
+
+        return measure_kernels(self._contender.topology)  # type: ignore[attr-defined]  # of hpczero
+
     def end(self) -> Reply:
         """Leave the other ranks."""
         self._contender.close()
@@ -90,7 +96,7 @@ def main(kind: type[Rank] = Rank) -> int:
     order = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     module = importlib.import_module(f"scaling.contenders.{order['module']}")
-    contender: Contender = module.Contender(**order["arguments"])
+    contender: Contender = getattr(module, order["kind"])(**order["arguments"])
     contender.connect()
     load_libraries()
     rank = kind(contender, Workload(**order["workload"]))

@@ -1,7 +1,6 @@
-"""Crew: all ranks of one contender, seen from the command that measures.
+"""Crew: all ranks of one contender, seen from the command that measures, and turns of several crews.
 
-Owns: their processes and the socket to each. Must not know: what they train, torch. Orders go to all ranks at once and
-are answered by all; an order is one JSON line and so is the answer.
+Orders go to all ranks at once and are answered by all; an order is one JSON line and so is the answer.
 """
 
 from __future__ import annotations
@@ -9,21 +8,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpczero.errors import ConfigError, HpcZeroError
-from scaling.contenders import RANK_PROGRAM, Entry, rank_program
+from scaling.contenders import RANK_PROGRAM, Entry
 from scaling.contenders.workload import Workload
-from scaling.evidence.record import LAUNCH, ROOT
+from scaling.evidence.harness import in_turns
+from scaling.evidence.host import machine_seconds, process_seconds
+from scaling.evidence.record import LAUNCH, ROOT, Row
 
 PEERS_PYTHON = ROOT / ".venv" / "peers" / "bin" / "python"
 START_TIMEOUT_S = 180.0  # importing, connecting
@@ -51,32 +55,24 @@ class Crew:
     """
 
     def __init__(
-        self,
-        entry: Entry,
-        workload: Workload,
-        *,
-        size: int,
-        program: str = RANK_PROGRAM,
+        self, entry: Entry, workload: Workload, *, size: int, program: str = RANK_PROGRAM
     ) -> None:
-        self.entry = entry
-        self._workload = workload
-        self._size = size
-        self._program = program if entry.tree is None else rank_program(entry.tree) or program
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.entry, self._workload, self._size = entry, workload, size
+        self._program = program if entry.tree is None else RANK_PROGRAM
         self._lines: list[Any] = []  # Any: typeshed has no public name for what makefile returns
         self.pids: list[int] = []
         self.baseline_nbytes: list[int] = []
 
     def __enter__(self) -> Crew:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._kill)
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="scaling-")))
             self._log = stack.enter_context((folder / "log").open("w+b"))
             address = str(folder / "socket")
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(address)
                 listener.listen(self._size)
-                self._start(address)
+                self._process = self._start(address)
+                stack.callback(self._kill)
                 hellos = [self._accept(listener, stack) for _ in range(self._size)]
             hellos.sort(key=lambda hello: hello[0]["rank"])
             self._lines = [lines for _, lines in hellos]
@@ -91,7 +87,9 @@ class Crew:
                 self.ask("end")
                 for lines in self._lines:
                     lines.close()
-                self._wait()
+                # By themselves; exit codes do not matter once all has been answered.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(END_TIMEOUT_S)
         finally:
             self._stack.close()
 
@@ -113,44 +111,38 @@ class Crew:
             raise self._failure(f"did not answer {do!r}")
         return [json.loads(answer) for answer in answers]
 
-    def _start(self, address: str) -> None:
+    def _start(self, address: str) -> subprocess.Popen[bytes]:
+        """The launcher of all ranks."""
+        entry, size = self.entry, str(self._size)
         order = {
-            "module": self.entry.module,
-            "arguments": dict(self.entry.arguments),
+            "module": entry.module,
+            "kind": entry.kind,
+            "arguments": dict(entry.arguments),
             "workload": dataclasses.asdict(self._workload),
             "address": address,
         }
-        command = ["-m", self._program, json.dumps(order)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if self.entry.start == "mpi":
-            launcher = [str(LAUNCH), str(self._size)]
-            self._spawn([*launcher, sys.executable, *command], environment)
-            return
-        environment |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "WORLD_SIZE": str(self._size),
-        }
-        python = sys.executable
-        if self.entry.python == "peers":
+        python, environment = sys.executable, {**os.environ, "OMP_NUM_THREADS": "1"}
+        launcher = [str(LAUNCH), size]
+        if entry.start == "gloo":
+            launcher = ["bash", "-c", ALL_RANKS, "ranks", size]
+            environment |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(_free_port()),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "WORLD_SIZE": size,
+            }
+        if entry.python == "peers":
             python = str(PEERS_PYTHON)
             environment |= peers_environment()
-        self._spawn(
-            ["bash", "-c", ALL_RANKS, "ranks", str(self._size), python, *command], environment
-        )
-
-    def _spawn(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        process = subprocess.Popen(
-            command,
-            cwd=self.entry.tree or ROOT,
+        return subprocess.Popen(
+            [*launcher, python, "-m", self._program, json.dumps(order)],
+            cwd=entry.tree or ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._processes.append(process)
 
     def _accept(
         self, listener: socket.socket, stack: contextlib.ExitStack
@@ -163,8 +155,7 @@ class Crew:
                 connection, _ = listener.accept()
                 break
             except TimeoutError:
-                ended = any(process.poll() not in (None, 0) for process in self._processes)
-                if ended or time.monotonic() > deadline:
+                if self._process.poll() not in (None, 0) or time.monotonic() > deadline:
                     raise self._failure("did not start") from None
         stack.enter_context(connection)
         connection.settimeout(ANSWER_TIMEOUT_S)
@@ -178,19 +169,83 @@ class Crew:
             f"{self.entry.name}: {what}; the last it said was\n" + "\n".join(said or ["(nothing)"])
         )
 
-    def _wait(self) -> None:
-        """Let the processes end by themselves; exit codes do not matter once all has been answered."""
-        deadline = time.monotonic() + END_TIMEOUT_S
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline - time.monotonic(), 0.0))
-
     def _kill(self) -> None:
         """End whatever is left, the launcher's children included."""
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Crews that are built and warm."""
+
+    losses: dict[str, list[float]]  # of each contender every step so far
+    settings: dict[str, Answer]  # of each contender
+    steps: int  # of a turn
+
+
+def warm_up(crews: Sequence[Crew], steps: int, turn_s: float) -> Ready:
+    """Build, take a first step and ``steps`` more; turns of the quickest contender then take ``turn_s`` or longer."""
+    losses, settings, fastest = {}, {}, math.inf
+    for crew in crews:
+        name = crew.entry.name
+        settings[name] = crew.ask("build")[0]["settings"]
+        first, rest = crew.ask("turn", steps=1), crew.ask("turn", steps=steps)
+        losses[name] = _mean_losses(first) + _mean_losses(rest)
+        fastest = min(fastest, max(answer["seconds"] for answer in rest) / steps)
+    return Ready(losses, settings, max(1, math.ceil(turn_s / fastest)))
+
+
+def turns(
+    crews: Sequence[Crew],
+    ready: Ready,
+    rounds: int,
+    order: random.Random,
+    check: Callable[[dict[str, list[float]]], object],
+    *,
+    program: str = "",
+) -> Iterator[Row]:
+    """A row of each turn; ``check`` sees all losses after each round. ``program``: whose progress is told."""
+    for number, turn in in_turns(crews, rounds, order, program=program):
+        for crew in turn:
+            row = _take_turn(crew, crews, ready.steps)
+            ready.losses[crew.entry.name] += row.pop("losses")
+            yield {"kind": "turn", "round": number, **row}
+        check(ready.losses)
+
+
+def _take_turn(crew: Crew, crews: Sequence[Crew], steps: int) -> Row:
+    """Wake one contender; watch that the others sleep and how much the rest of the machine works."""
+    sleepers = [pid for other in crews if other is not crew for pid in other.pids]
+
+    def counters() -> tuple[float, float, float]:
+        return process_seconds(crew.pids), process_seconds(sleepers), machine_seconds()
+
+    before, begin = counters(), time.perf_counter()
+    answers = crew.ask("turn", steps=steps)
+    window_s = time.perf_counter() - begin
+    own, sleeping, machine = (now - then for now, then in zip(counters(), before, strict=True))
+    return {
+        "contender": crew.entry.name,
+        "steps": steps,
+        **{name: [a[name] for a in answers] for name in ("seconds", "cpu_s", "page_faults")},
+        "window_s": window_s,
+        "sleeping_cpu_s": sleeping,
+        "foreign_cpu_s": max(machine - own - sleeping, 0.0),
+        "losses": _mean_losses(answers),
+    }
+
+
+def _mean_losses(answers: Sequence[Answer]) -> list[float]:
+    """Loss of each step, the mean over ranks."""
+    of_steps = zip(*(answer["losses"] for answer in answers), strict=True)
+    return [math.fsum(ranks) / len(ranks) for ranks in of_steps]
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this process through the ends of its crews."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def peers_environment() -> dict[str, str]:

@@ -1,34 +1,31 @@
 """Workload: what every contender trains, so that all of them do the same work.
 
-Owns: the sizes. Must not know: torch (the command that starts the ranks never loads it), contenders.
+The command that starts the ranks reads it, and never loads torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpczero.errors import ConfigError
 from hpczero.models.config import PRESETS, GPTConfig, parameter_count
+from scaling.evidence.record import HOME
 
 SEED = 0  # of initial weights and data
 LEARNING_RATE = 3e-4
+BUFFERS = 5  # blocks of staging of each contender that stages
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A GPT and the batch of one rank.
+    """A GPT and the batch of one rank."""
 
-    Attributes:
-        name: on the command line and in the names of result files.
-        layers, hidden, heads, vocab_size, context: of the model.
-        sequences: of ``context`` tokens, for one rank and step.
-    """
-
-    name: str
-    layers: int
+    name: str  # on the command line and in the names of result files
+    layers: int  # of the model
     hidden: int
     heads: int
-    sequences: int
+    sequences: int  # of ``context`` tokens, for one rank and step
     vocab_size: int = 8192
     context: int = 128
 
@@ -65,11 +62,7 @@ WORKLOADS = {
 
 
 def find_model(name: str) -> GPTConfig:
-    """The sizes of a workload or of a preset.
-
-    Raises:
-        ConfigError: no such name.
-    """
+    """The sizes of a workload or of a preset. Raises ConfigError: no such name."""
     if name in WORKLOADS:
         return WORKLOADS[name].model
     if name in PRESETS:
@@ -77,3 +70,10 @@ def find_model(name: str) -> GPTConfig:
     raise ConfigError(
         f"--models: got {name!r}, expected some of {', '.join([*WORKLOADS, *PRESETS])}"
     )
+
+
+def scratch() -> Path:
+    """A folder on the disk of this checkout, for what is not kept; made if need be."""
+    folder = HOME / "runs" / "scratch"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

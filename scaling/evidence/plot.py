@@ -1,16 +1,17 @@
 """Plots of measurements, written without a display.
 
-Owns: how bars and lines look. Must not know: what was measured. matplotlib takes a second to import, which only a
-program that draws should pay: not one that is asked for ``--help``, nor one that measures.
+matplotlib takes a second to import, so it is imported by what draws, not here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from scaling.evidence.spread import Spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,20 +34,19 @@ def new_figure(width: float, height: float, *, dpi: int = 120) -> Figure:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar.
+    """One bar."""
 
-    Attributes:
-        label: beside it.
-        value: its length.
-        low, high: ends of the whisker; None: no whisker.
-        below: the part of ``value`` to draw darker.
-    """
-
-    label: str
-    value: float
-    low: float | None = None
+    label: str  # beside it
+    value: float  # its length
+    low: float | None = None  # ends of the whisker; None: no whisker
     high: float | None = None
-    below: float = 0.0
+    below: float = 0.0  # the part of ``value`` to draw darker
+
+    @classmethod
+    def of(cls, label: str, values: Spread | Iterable[float], scale: float = 1.0) -> Bar:
+        """The median of ``values`` with its interval, each times ``scale``."""
+        spread = values if isinstance(values, Spread) else Spread.of(values)
+        return cls(label, spread.median * scale, spread.low * scale, spread.high * scale)
 
 
 def draw_bars(
@@ -89,21 +89,13 @@ def draw_bars(
 
 @dataclass(frozen=True)
 class Line:
-    """One line.
+    """One line."""
 
-    Attributes:
-        label: in the legend; lines of one label look alike in every panel.
-        points: y by x, both above 0.
-        style: dashes as matplotlib writes them, such as ``:``.
-        joined: whether there is a line between the points.
-        reference: a bound or an ideal, no result: black, without markers.
-    """
-
-    label: str
-    points: Mapping[float, float]
-    style: str = "-"
-    joined: bool = True
-    reference: bool = False
+    label: str  # in the legend; lines of one label look alike in every panel
+    points: Mapping[float, float]  # y by x, both above 0
+    style: str = "-"  # dashes as matplotlib writes them, such as ``:``
+    joined: bool = True  # whether there is a line between the points
+    reference: bool = False  # a bound or an ideal, no result: black, without markers
 
 
 def draw_lines(
@@ -127,13 +119,7 @@ def draw_lines(
         from_zero: panels whose vertical axis is linear and begins at 0.
         show_x: how a value of x is written below its axis.
     """
-    from matplotlib.ticker import (
-        FixedLocator,
-        FuncFormatter,
-        LogLocator,
-        NullFormatter,
-        NullLocator,
-    )
+    from matplotlib import ticker
 
     figure = new_figure(7 * len(panels), 6)
     figure.suptitle(title, fontsize="medium")
@@ -150,21 +136,19 @@ def draw_lines(
             (drawn,) = axes.plot(xs, ys, markersize=6, color=colour, marker=marker, linestyle=style)
             shown.setdefault(line.label, drawn)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(
-            FixedLocator(sorted({x for line in lines for x in line.points}))
-        )
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_x(value)))
+        there = sorted({x for line in lines for x in line.points})
+        axes.xaxis.set_major_locator(ticker.FixedLocator(there))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: show_x(value)))
         if name in from_zero:
             axes.set_ylim(bottom=0.0, top=1.1 * axes.get_ylim()[1])
         else:
             axes.set_yscale("log")
-            few = (
-                axes.get_ylim()[1] < 20 * axes.get_ylim()[0]
-            )  # powers of ten alone would be too few
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+            low, high = axes.get_ylim()
+            few = high < 20 * low  # powers of ten alone would be too few
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+            axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.set_title(name, fontsize="medium")
         axes.set_xlabel(x)
         axes.set_ylabel(y if isinstance(y, str) else y[name])

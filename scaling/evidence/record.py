@@ -1,7 +1,4 @@
-"""Records: JSON lines with everything that is needed to judge them later.
-
-Owns: the first line (machine, commit, versions, date) and the folder of a machine. Must not know: what is measured.
-"""
+"""Records: JSON lines that begin with machine, commit, versions and date, and the folder of a machine."""
 
 from __future__ import annotations
 
@@ -15,8 +12,9 @@ from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from hpczero.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]  # of the code: a checkout, or where pip has put it
 IS_CHECKOUT = (ROOT / "install" / "launch.sh").is_file()
@@ -65,12 +63,7 @@ class Recorder:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._file.close()
         if kind is None:
             self._unfinished.replace(self.path)
@@ -121,6 +114,22 @@ def circumstances() -> Row:
     }
 
 
+def run_row(options: object, names: str, **others: Any) -> Row:
+    """The first row of a record: circumstances, the options of these ``names`` (separated by spaces), and others."""
+    chosen = {name: getattr(options, name) for name in names.split()}
+    return {"kind": "run", **circumstances(), **chosen, **others}
+
+
+def head_of(rows: list[Row]) -> Row:
+    """The row that says what was run, where and when."""
+    return next(of_kind(rows, "run"))
+
+
+def emulated(head: Row) -> str:
+    """What stands before any figure of a run between emulated nodes."""
+    return "emulated nodes on one machine (not scaling): " if head["emulated"] else ""
+
+
 def where_and_when(head: Row) -> str:
     """Machine, commit and day of a run, for titles. Args: head, its row of ``circumstances``."""
     return f"{head['cpu']}, {head['cores']} cores, commit {head['commit']}, {head['date'][:10]}"
@@ -166,6 +175,19 @@ def commit(tree: Path = ROOT) -> str:
     except (OSError, subprocess.CalledProcessError):
         return UNKNOWN
     return f"{head}{CHANGED}" if changed else head
+
+
+def checkouts(against: str | None, name: str = "against") -> dict[str, Path]:
+    """Folders of the code that is compared: ``this``, and under ``name`` that of ``against``, if one is given.
+
+    Raises:
+        ConfigError: no checkout is there.
+    """
+    if against is None:
+        return {"this": ROOT}
+    if not Path(against, "hpczero").is_dir():
+        raise ConfigError(f"--against: got {against}, expected a checkout of hpczero")
+    return {"this": ROOT, name: Path(against).resolve()}
 
 
 def names_code(commit: str) -> bool:

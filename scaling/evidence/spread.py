@@ -1,17 +1,18 @@
-"""Medians with their spread, and ratios formed within rounds.
-
-Owns: the arithmetic of a report. Must not know: what was measured.
-"""
+"""Medians with their spread, ratios formed within rounds, and tables of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
+from scaling.evidence.record import Row, of_kind
+
 Round = TypeVar("Round")
+Key = TypeVar("Key")
+Shown = TypeVar("Shown")
 
 CONFIDENCE = 0.95
 
@@ -35,15 +36,11 @@ class Spread:
     is_interval: bool
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Of one or more values.
-
-        Raises:
-            ValueError: no values.
-        """
-        if not values:
-            raise ValueError("Spread: got no values, expected at least one")
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Of one or more values. Raises ValueError: no values."""
         ordered = sorted(values)
+        if not ordered:
+            raise ValueError("Spread: got no values, expected at least one")
         rank = interval_rank(len(ordered))
         outside = max(rank, 1) - 1
         return cls(
@@ -75,10 +72,49 @@ def interval_rank(count: int) -> int:
 def paired_ratios(
     numerator: Mapping[Round, float], denominator: Mapping[Round, float]
 ) -> list[float]:
-    """Ratios of what was measured in the same round, for the rounds both have.
-
-    Args:
-        numerator: value by round.
-        denominator: value by round.
-    """
+    """Ratios of what was measured in the same round, for the rounds both have."""
     return [value / denominator[key] for key, value in numerator.items() if key in denominator]
+
+
+def paired(
+    numerator: Mapping[Round, float] | None, denominator: Mapping[Round, float] | None
+) -> Spread | None:
+    """The spread of ``paired_ratios``; None where one was not measured, or no round has both."""
+    ratios = paired_ratios(numerator, denominator) if numerator and denominator else []
+    return Spread.of(ratios) if ratios else None
+
+
+def by_round(
+    rows: list[Row], kind: str, key: Callable[[Row], Key], value: Callable[[Row], float]
+) -> dict[Key, dict[int, float]]:
+    """Of the rows of one kind the values by key and round, keys in the order in which they come first."""
+    found: dict[Key, dict[int, float]] = {}
+    for row in of_kind(rows, kind):
+        found.setdefault(key(row), {})[row["round"]] = value(row)
+    return found
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table, first column to the left and the others to the right, aligned for a terminal too."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = zip(cells, widths, strict=True)
+        padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        return f"| {' | '.join(padded)} |"
+
+    rule = [f"{'-' * widths[0]}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
+    return "\n".join([line(header), line(rule), *(line(row) for row in rows), ""])
+
+
+def table_of(shown: Iterable[Shown], columns: Mapping[str, Callable[[Shown], str]]) -> str:
+    """A table with a row for each of ``shown``; ``columns`` has the title and the cell of each column."""
+    return table([*columns], [[cell(one) for cell in columns.values()] for one in shown])
+
+
+def with_spread(spread: Spread | None, digits: int, scale: float = 1.0) -> str:
+    """``median [low, high]``, each times ``scale``; a dash where nothing was measured."""
+    if spread is None:
+        return "–"
+    middle, low, high = (x * scale for x in (spread.median, spread.low, spread.high))
+    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"

@@ -15,11 +15,10 @@ from typing import Literal
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options.reading import parse_command_line
+from scaling.evidence.harness import options_of
 from scaling.evidence.record import HOME, Recorder, Row, circumstances, machine_name, slug
-from scaling.gpu.goals import report
+from scaling.gpu.goals import report, write_pages
 from scaling.gpu.jobs import TWIN_SLOWNESS, chosen, known_checks, results, seconds_of
-from scaling.gpu.pages import write_pages
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,8 @@ class Options:
 
 def main() -> int:
     """Run the jobs one after the other; write rows, print the table. Returns 1 if a check could not be run."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.gpu",
-        description="All checks and measurements on a GPU; starts its ranks itself.",
-        default=Options(),
-    )
+    said = "All checks and measurements on a GPU; starts its ranks itself."
+    options = options_of(Options, "gpu", said)
     if options.pages is not None:
         for path in write_pages(Path(options.pages)):
             sys.stderr.write(f"written: {path}\n")

@@ -244,9 +244,8 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     checks, twin = given["checks"], bool(given["twin"])
     from scaling.gpu.contact import contact, smoke
-    from scaling.gpu.speed import speed, trace
     from scaling.gpu.train import train
-    from scaling.gpu.training import fits, overlap, parity
+    from scaling.gpu.training import fits, overlap, parity, speed, trace
 
     alone: dict[str, Callable[..., Iterator[Row]]] = {"contact": contact, "train": train}
     if all(kind_of(name) in alone for name, _ in checks):
@@ -266,9 +265,7 @@ def main() -> int:
         "speed": speed,
         "trace": trace,
     }
-    if any(
-        name == "parity" for name, _ in checks
-    ):  # before CUDA starts; for the others it changes nothing
+    if "parity" in dict(checks):  # before CUDA starts; for the others it changes nothing
         be_deterministic()
     accelerator = HostAccelerator() if twin else choose_accelerator("cuda")  # before MPI
     bench = Bench(accelerator, TWIN if twin else DEVICE, twin=twin)

@@ -112,7 +112,7 @@ def machine(accelerator: Accelerator | None, *, twin: bool) -> Iterator[Row]:
         ),
         "kernel": os.uname().release,
         "cores": len(os.sched_getaffinity(0)),
-        "free in /dev/shm, GiB": round(_free_nbytes("/dev/shm") / 2**30, 1),
+        "free in /dev/shm, GiB": round(shutil.disk_usage("/dev/shm").free / 2**30, 1),
         "locked memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "launchers": " ".join(filter(None, map(shutil.which, ("mpirun", "mpiexec", "srun")))),
@@ -248,7 +248,7 @@ def smoke(bench: Bench) -> Iterator[Row]:
         took_us = (time.perf_counter() - start) / CALLS * 1e6
         bench.accelerator.finish()
         yield {"tried": f"host time of {name}", "us": took_us}
-    yield {"tried": "shared memory that is free", "bytes": _free_nbytes("/dev/shm")}
+    yield {"tried": "shared memory that is free", "bytes": shutil.disk_usage("/dev/shm").free}
 
 
 def _peers_memory(bench: Bench) -> Iterator[Row]:
@@ -327,11 +327,6 @@ def _small_calls(bench: Bench) -> dict[str, Callable[[], object]]:
         "a copy on a lane and a wait": copied,
         "a span": lambda: accelerator.span().end(),
     }
-
-
-def _free_nbytes(folder: str) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
 
 
 if __name__ == "__main__":

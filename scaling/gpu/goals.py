@@ -1,16 +1,34 @@
-"""What the figures of ``python -m scaling.gpu`` should be, and how they are shown."""
+"""What the figures of ``python -m scaling.gpu`` should be, and how they are shown, also on two pages of docs.
+
+docs/gpu-status.md gets the goals, docs/performance.md the speed beside plain torch and FSDP2: by ``python -m
+scaling.gpu --pages scaling/results/<device>``. What stands between the two marks of a page is replaced.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from scaling.evidence.record import Row
-from scaling.evidence.table import table
+from hpczero.errors import ConfigError
+from scaling.evidence.harness import Report
+from scaling.evidence.record import HOME, Row, head_of, of_kind, parse_rows
+from scaling.evidence.spread import table, table_of
 
 HIDDEN = ("kind", "all_ms")  # columns that are in the rows and not in the tables
 SLICED = "time-sliced: not judged"  # kernels of several processes take turns without CUDA MPS
 
+BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+PAGES = ("docs/gpu-status.md", "docs/performance.md")
+GIB = 2**30
+
 Verdict = tuple[str, str]  # what, with its figure
+
+
+def text(rows: list[Row]) -> str:
+    """What the command printed, and where it ran."""
+    head = head_of(rows)
+    where = "a twin on the host, whose times mean nothing" if head.get("twin") else "a device"
+    return f"Checks of {where}: {head['machine']}, commit {head['commit']}, {head['date']}.\n\n{report(rows)}"
 
 
 def report(rows: list[Row]) -> str:
@@ -193,3 +211,76 @@ def _collectives(rows: list[Row], twin: bool) -> Iterator[Verdict]:
 def _met(figure: float | str, met: bool, *, sliced: bool = False) -> str:
     verdict = SLICED if sliced else "met" if met else "missed"
     return f"{_text(figure)}, {verdict}"
+
+
+def write_pages(folder: Path, root: Path = HOME) -> list[Path]:
+    """Write the results in ``folder`` into the pages below ``root``; returns these.
+
+    Raises:
+        ConfigError: no results of a device in the folder, or a page without its two marks.
+    """
+    rows = read_folder(folder)
+    where = _where(rows)
+    speed = f"\n\n{_speed_table(rows)}" if any(of_kind(rows, "speed")) else " No speed measured."
+    texts = (f"{where}\n\n{_goals_table(rows)}", f"{where}{speed}")
+    paths = [root / page for page in PAGES]
+    for path, text in zip(paths, texts, strict=True):
+        page = path.read_text(encoding="utf-8")
+        if page.count(BEGIN) != 1 or page.count(END) != 1:
+            raise ConfigError(
+                f"{path}: expected one line {BEGIN} and one line {END} around the results"
+            )
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    return paths
+
+
+def read_folder(folder: Path) -> list[Row]:
+    """The rows of all runs in a folder, also of those that were cut off. Raises ConfigError: there are none."""
+    files = sorted(folder.glob("gpu-*.jsonl")) + sorted(folder.glob("gpu-*.jsonl.unfinished"))
+    rows = [row for file in files for row in parse_rows(file)[0]]
+    if not any(of_kind(rows, "run")):
+        raise ConfigError(
+            f"{folder}: no results of python -m scaling.gpu, expected gpu-first.jsonl or others"
+        )
+    return rows
+
+
+def _where(rows: list[Row]) -> str:
+    head = head_of(rows)
+    facts = {row["fact"]: row["value"] for row in of_kind(rows, "facts")}
+    device = facts.get("device", "no device was described")
+    twin = " **A twin on the host: its times mean nothing.**" if head.get("twin") else ""
+    torch = facts.get("torch", head["versions"].get("torch"))
+    mpi = facts.get("MPI", "MPI not told")
+    return f"{device}, torch {torch}, {mpi}, commit {head['commit']}, {head['date'][:10]}.{twin}"
+
+
+def _goals_table(rows: list[Row]) -> str:
+    lines = [[what, *how.rsplit(", ", 1)] for what, how in goals(rows)]
+    failed = [
+        [f"{row['check']} on {row['ranks']} ranks", row["said"].partition("\n")[0], "failed"]
+        for row in of_kind(rows, "failure")
+    ]
+    return table(["goal", "seen", "verdict"], [*lines, *failed])
+
+
+def _speed_table(rows: list[Row]) -> str:
+    return table_of(
+        speed_ratios(rows),
+        {
+            "model": lambda one: one[0]["model"],
+            "way": lambda one: one[0]["way"] + (", compiled blocks" if one[0]["compiled"] else ""),
+            "ms per step": lambda one: f"{one[0]['step_ms_ahead']:.1f}",
+            "tokens/s": lambda one: f"{one[0]['tokens_per_s']:,.0f}",
+            "TFLOP/s": lambda one: f"{one[0]['tflops']:.0f}",
+            "of plain torch": lambda one: "–" if one[1] is None else f"{one[1]:.2f}",
+            "peak, GiB": lambda one: f"{one[0]['peak_nbytes'] / GIB:.2f}",
+            "planned, GiB": lambda one: (
+                f"{one[0]['planned_nbytes'] / GIB:.2f}" if "planned_nbytes" in one[0] else "–"
+            ),
+        },
+    )
+
+
+REPORT = Report("One GPU: checks and measurements", text, {"failure": "check ranks said"})

@@ -1,7 +1,6 @@
 """CUDA's run-time compiler without a GPU: what a kernel takes on a device is known from its machine code.
 
-Owns: finding the compiler's library, its calls, and the two figures in what it makes. Must not know: which kernels
-there are, CuPy. The wheels ``nvidia-cuda-nvrtc-cu12`` and torch's own CUDA wheels bring the library.
+The wheels ``nvidia-cuda-nvrtc-cu12`` and torch's own CUDA wheels bring the library.
 
 Source: NVRTC user guide, sec. 3; ELF-64 object file format, version 1.5. The attributes of ``.nv.info`` are as in
 ``cuobjdump -elf``: each is a format, a number, a size and its values.
@@ -30,30 +29,19 @@ class CompileError(Exception):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel takes.
+    """What a kernel takes."""
 
-    Attributes:
-        registers: of a thread; of the largest function.
-        local_nbytes: memory of a thread for what found no register.
-        code_nbytes: of the machine code, as an ELF file.
-        flushes: whether an instruction of it takes subnormal numbers for zero.
-    """
-
-    registers: int
-    local_nbytes: int
-    code_nbytes: int
-    flushes: bool
+    registers: int  # of a thread; of the largest function
+    local_nbytes: int  # memory of a thread for what found no register
+    code_nbytes: int  # of the machine code, as an ELF file
+    flushes: bool  # whether an instruction of it takes subnormal numbers for zero
 
 
 class Nvrtc:
     """The compiler in one library."""
 
     def __init__(self, library: Path) -> None:
-        """Load it.
-
-        Raises:
-            OSError: it cannot be loaded.
-        """
+        """Load it. Raises OSError: it cannot be loaded."""
         for part in library.parent.glob(
             "libnvrtc-builtins.so.*"
         ):  # CUDA 13 opens it by its name alone

@@ -3,8 +3,7 @@
     python -m scaling.hostcost
     python -m scaling.hostcost --against FOLDER         # beside another checkout
 
-Owns: the cases. Must not know: how a case is measured (``step``), the report. Each case is a process of its own, which
-needs one core, no other rank and no GPU.
+Each case is a process of its own, which needs one core, no other rank and no GPU (``step``).
 """
 
 from __future__ import annotations
@@ -20,14 +19,25 @@ from pathlib import Path
 
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.models.config import PRESETS, parameter_shapes
-from hpczero.options.reading import parse_command_line
 from hpczero.plan.footprint import footprint_of
 from hpczero.plan.sizing import blockwise_plan
-from scaling.evidence.record import ROOT, Recorder, Row, circumstances, commit, path_of
-from scaling.hostcost.report import OTHER, THIS, text
+from scaling.evidence.harness import Report, options_of, record, say
+from scaling.evidence.record import (
+    Row,
+    checkouts,
+    commit,
+    head_of,
+    of_kind,
+    path_of,
+    run_row,
+    where_and_when,
+)
+from scaling.evidence.spread import table_of
 
 PROGRAM = "import step, sys; sys.exit(step.main(sys.argv[1:]))"
 LIMIT_S = 600.0
+THIS, OTHER = "this", "other"
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -65,47 +75,31 @@ class Options:
                 raise ConfigError(
                     f"--ranks: got {ranks} with {local} on a node, expected two or more whole nodes"
                 )
-        if self.against is not None and not Path(self.against, "hpczero").is_dir():
-            raise ConfigError(f"--against: got {self.against}, expected a checkout of hpczero")
+        checkouts(self.against)
 
 
 def main() -> int:
     """Measure, write the rows, print the table."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.hostcost",
-        description="Host time and messages of a step of a large job, against communicators that move nothing.",
-        default=Options(),
+    said = (
+        "Host time and messages of a step of a large job, against communicators that move nothing."
     )
-    with Recorder(path_of("hostcost", options.results)) as recorder:
-        for row in measure(options):
-            recorder.write(row.pop("kind"), row)
-    sys.stdout.write(f"{text(recorder.rows)}\nrows in {recorder.path}\n")
+    options = options_of(Options, "hostcost", said)
+    record(path_of("hostcost", options.results), measure(options), REPORT)
     return 0
 
 
 def measure(options: Options) -> Iterator[Row]:
     """All rows."""
-    trees = {THIS: ROOT}
-    if options.against is not None:
-        trees[OTHER] = Path(options.against).resolve()
-    head = {
-        **circumstances(),
-        "model": options.model,
-        "precision": options.precision,
-        "kernel_us": options.kernel_us,
-        "operation_us": options.operation_us,
-        "load": os.getloadavg()[0],
-        "against": commit(trees[OTHER]) if OTHER in trees else None,
-    }
-    yield {"kind": "run", **head}
+    trees = checkouts(options.against, OTHER)
+    against = commit(trees[OTHER]) if OTHER in trees else None
+    names = "model precision kernel_us operation_us"
+    yield run_row(options, names, load=os.getloadavg()[0], against=against)
     for ranks, local in product(options.ranks, options.ranks_per_node):
         planned = planned_messages(options.model, options.precision, ranks, local)
         for tree, folder in trees.items():
             found = measured(folder, options, ranks, local)
             yield {"kind": "case", "tree": tree, "planned_messages": planned, **found}
-            sys.stderr.write(f"hostcost: {ranks:,} ranks, {local} on a node, {tree}: done\n")
+            say("hostcost", f"{ranks:,} ranks, {local} on a node, {tree}: done")
 
 
 def planned_messages(model: str, precision: str, ranks: int, local: int) -> int:
@@ -122,30 +116,83 @@ def measured(tree: Path, options: Options, ranks: int, local: int) -> Row:
     Raises:
         HpcZeroError: the process failed, or did not end in time.
     """
-    case = {
-        "model": options.model,
-        "precision": options.precision,
-        "ranks": ranks,
-        "ranks_per_node": local,
-    }
+    sizes = {"ranks": ranks, "ranks_per_node": local}
+    case = {"model": options.model, "precision": options.precision, **sizes}
     command = [sys.executable, "-c", PROGRAM, json.dumps(case)]
     places = os.pathsep.join((os.fspath(tree), os.fspath(Path(__file__).parent)))
     environment = {**os.environ, "PYTHONPATH": places, "PYTHONSAFEPATH": "1"}
+    what = f"{ranks:,} ranks with the code of {tree}"
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True
         )
     except subprocess.CalledProcessError as error:
-        raise HpcZeroError(
-            f"{ranks:,} ranks with the code of {tree}: exit code {error.returncode}; it said: {error.stderr[-2000:]}"
-        ) from error
+        said = f"exit code {error.returncode}; it said: {error.stderr[-2000:]}"
+        raise HpcZeroError(f"{what}: {said}") from error
     except subprocess.TimeoutExpired as error:
-        raise HpcZeroError(
-            f"{ranks:,} ranks with the code of {tree}: not done after {LIMIT_S:.0f} s; ask for fewer --ranks"
-        ) from error
+        said = f"not done after {LIMIT_S:.0f} s; ask for fewer --ranks"
+        raise HpcZeroError(f"{what}: {said}") from error
     found: Row = json.loads(done.stdout)
     return found
 
+
+def launches_s(row: Row, head: Row) -> float:
+    """Seconds that the launches of sums in one step are charged."""
+    kernels, operations = row["kernels"], row["operations"]
+    return 1e-6 * float(kernels * head["kernel_us"] + operations * head["operation_us"])
+
+
+def seconds(row: Row, head: Row) -> float:
+    """Of one step, all parts."""
+    measured = row["gather_s"] + row["exchange_s"] + row["agreements_s"]
+    return float(measured) + launches_s(row, head)
+
+
+def text(rows: list[Row]) -> str:
+    """Tables of messages and of host time."""
+    head, cases = head_of(rows), list(of_kind(rows, "case"))
+    other = f"; beside commit {head['against']}" if head["against"] else ""
+    title = (
+        f"{head['model']}, {head['precision']}, stage 3: collectives of one step, one rank; "
+        f"{where_and_when(head)}{other}. "
+        f"Launches are charged {head['kernel_us']:g} us (own kernel) and {head['operation_us']:g} us (torch)."
+    )
+    commits = {THIS: head["commit"], OTHER: head["against"]}
+
+    def name(row: Row) -> str:
+        code = f", {commits[row['tree']]}" if head["against"] else ""
+        return f"{row['ranks']:,} x {row['ranks_per_node']}{code}"
+
+    counted = {
+        "ranks x on a node": name,
+        "messages of a gather": lambda row: f"{row['gather_messages']:,}",
+        "of a reduction": lambda row: f"{row['reduce_messages']:,}",
+        "of a step": lambda row: f"{row['messages']:,}",
+        "buffers, MiB": lambda row: f"{row['exchange_nbytes'] / MIB:,.0f}",
+        "agreements, bytes": lambda row: (
+            f"{row['agreements_nbytes']:,}" if "agreements_nbytes" in row else "–"
+        ),
+    }
+    timed = {
+        "ranks x on a node": name,
+        "gathers, s": lambda row: f"{row['gather_s']:.3g}",
+        "exchanges, s": lambda row: f"{row['exchange_s']:.3g}",
+        "launches, s": lambda row: f"{launches_s(row, head):.3g}",
+        "agreements, s": lambda row: f"{row['agreements_s']:.3g}",
+        "all": lambda row: f"{seconds(row, head):.3g}",
+    }
+    return f"{title}\n\n{table_of(cases, counted)}\n{table_of(cases, timed)}"
+
+
+REPORT = Report(
+    "Messages and host time at up to 100,000 ranks",
+    text,
+    {
+        "run": "model precision kernel_us operation_us against",
+        "case": "tree ranks ranks_per_node units messages gather_messages reduce_messages exchange_nbytes kernels "
+        "operations gather_s exchange_s agreements_s",
+    },
+)
 
 if __name__ == "__main__":
     run(main)

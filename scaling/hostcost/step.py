@@ -1,7 +1,7 @@
 """The collectives of one rank's step at any number of ranks, on one core, against stand-ins for all others.
 
-Owns: the stand-ins, and what is timed. Must not know: the report. It imports nothing of ``scaling``, so that it runs on
-the code of another checkout as well (``__main__`` starts it alone in a process).
+It imports nothing of ``scaling``, so that it runs on the code of another checkout as well (``__main__`` starts it alone
+in a process).
 
 The transport is the real one, with the real plan, for memory of a device that MPI sees. Stand-ins are: communicators of
 the given size, whose messages go to MPI_PROC_NULL, so that mpi4py and the entry of MPI cost what they cost; tensors on
@@ -33,47 +33,31 @@ from hpczero.comm.inside import NodeLevel, Parts
 from hpczero.comm.rails import Rails
 from hpczero.job.group import Forwards, Group
 from hpczero.job.watchdog import Watchdog
+from hpczero.kernels.source import MOST_BLOCKS_OF_ROWS
+from hpczero.kernels.tree_sum import rows_of, sum_by_launches
 from hpczero.memory.buffers import DTYPES, Use
 from hpczero.models.config import PRESETS, parameter_shapes
 from hpczero.plan.sizing import blockwise_plan
 
-try:
-    from hpczero.kernels.tree_sum import sum_by_launches
-except ImportError:  # a checkout whose kernel took up to MOST_BLOCKS blocks, and no more
-    from hpczero.kernels.source import MOST_BLOCKS
-
-    sum_by_launches = None  # type: ignore[assignment]
-try:
-    from hpczero.kernels.source import MOST_BLOCKS_OF_ROWS
-    from hpczero.kernels.tree_sum import rows_of
-except ImportError:  # whose kernel took one row
-    rows_of = None  # type: ignore[assignment]
-
 LEAST_S, MOST_RUNS = 0.2, 7  # of one call: it is repeated for so long, or so often
-LEAST_RUNS = (
-    4  # Python's collector of cycles runs within some calls, and makes them several times as long
-)
+LEAST_RUNS = 4  # Python's collector of cycles makes some calls several times as long
 ADDRESS = 2**40
-SHARED = 3  # exchanges of a step beside the agreement in a checkout that lists them: norm, loss, wishes to stop
 
 
 class StandIn(MPI.Intracomm):
     """A communicator of any size; what this rank sends goes nowhere, and what it awaits is there.
 
     Attributes:
-        calls: numbers of calls, by name.
         received: bytes of what small collectives have brought.
     """
 
     _size: int
     _rank: int
-    calls: Counter[str]
     received: int
 
     def __new__(cls, size: int, rank: int) -> StandIn:
         self = super().__new__(cls, MPI.COMM_SELF)
-        self._size, self._rank, self.calls = size, rank, Counter()
-        self.received = 0
+        self._size, self._rank, self.received = size, rank, 0
         return self
 
     @property
@@ -85,14 +69,12 @@ class StandIn(MPI.Intracomm):
         return self._rank
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
-        self.calls["Isend"] += 1
         return super().Isend(buf, MPI.PROC_NULL, tag)
 
     def Irecv(self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Request:
         return super().Irecv(buf, MPI.PROC_NULL, tag)
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> MPI.Prequest:
-        self.calls["Send_init"] += 1
         return super().Send_init(buf, MPI.PROC_NULL, tag)
 
     def Recv_init(
@@ -104,12 +86,10 @@ class StandIn(MPI.Intracomm):
         """Of the comparison before a call that is new; the first run of each is not counted."""
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
-        self.calls["Allreduce"] += 1
         self.received += recvbuf.nbytes
         recvbuf[:] = sendbuf
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        self.calls["Allgather"] += 1
         self.received += recvbuf.nbytes
         recvbuf[:] = sendbuf
 
@@ -192,21 +172,15 @@ class Sums:
     def __call__(
         self, blocks: Sequence[Tensor], out: Tensor, *, groups: Sequence[Any], **options: Any
     ) -> None:
-        form = _form(blocks, out)
-        if form is not None and self._launched(*form, groups):
-            return
+        form = rows_of(blocks, out)
+        if form is not None:
+            several: dict[str, Any] = {"most": MOST_BLOCKS_OF_ROWS} if form[1].dim() == 2 else {}
+            given: dict[str, Any] = {"groups": groups, "scale": 1.0, "accumulate": False, **several}
+            if sum_by_launches(*form, launch=self._count, **given):
+                return
         # Each block that is not fp32 is converted first (``kernels.tree_sum``).
         converted = len(blocks) if blocks[0].dtype is not torch.float32 else 0
         self.operations += len(blocks) - 1 + converted
-
-    def _launched(self, blocks: Sequence[Tensor], out: Tensor, groups: Sequence[Any]) -> bool:
-        if sum_by_launches is None:
-            self.kernels += len(blocks) <= MOST_BLOCKS
-            return len(blocks) <= MOST_BLOCKS
-        several = {"most": MOST_BLOCKS_OF_ROWS} if out.dim() == 2 else {}
-        return sum_by_launches(
-            blocks, out, groups=groups, scale=1.0, accumulate=False, launch=self._count, **several
-        )
 
     def _count(self, launch: object) -> bool:
         self.kernels += 1
@@ -215,15 +189,6 @@ class Sums:
     def undo(self) -> None:
         """Leave the transport as it was."""
         vars(rails).update(self._before)
-
-
-def _form(blocks: Sequence[Tensor], out: Tensor) -> tuple[Sequence[Tensor], Tensor] | None:
-    """What a kernel can take at once; an earlier commit's kernel took no rows with gaps."""
-    if rows_of is not None:
-        return rows_of(blocks, out)
-    if all(tensor.is_contiguous() for tensor in (*blocks, out)):
-        return [block.view(-1) for block in blocks], out.view(-1)
-    return None
 
 
 def group_of(ranks: int, local: int, watchdog: Watchdog) -> Group:
@@ -312,27 +277,19 @@ def measure(model: str, precision: str, ranks: int, ranks_per_node: int) -> dict
 
 
 def messages(transport: Hierarchical) -> int:
-    """Messages that were sent between nodes; of a checkout whose rails do not count them, its calls of Isend."""
-    between = transport._rails
-    counted = getattr(between, "messages", None)
-    comm = between.comm
-    assert isinstance(comm, StandIn), "of this study"
-    return int(sum(counted)) if counted is not None else comm.calls["Isend"]
+    """Messages that were sent between nodes."""
+    return int(sum(transport._rails.messages))
 
 
 def agree(transport: Hierarchical, units: int) -> dict[str, float]:
-    """The small collectives of a step; of a checkout that makes lists of what they bring, with these."""
+    """The small collectives of a step."""
     group, comm = transport.group, transport.group.comm
     assert isinstance(comm, StandIn), "of this study"
     before, begin = comm.received, time.thread_time()
     transport.agree(np.zeros(64 + units, dtype=np.uint8), name="step")
-    if hasattr(transport, "total"):
-        transport.total(0.1, name="grad_norm")
-        group.total(0.1)  # loss
-        group.largest(0)  # wishes to stop
-    else:
-        for _ in range(SHARED):
-            sum(transport.share(np.zeros(1), name="values")[:, 0].tolist())
+    transport.total(0.1, name="grad_norm")
+    group.total(0.1)  # loss
+    group.largest(0)  # wishes to stop
     return {"seconds": time.thread_time() - begin, "nbytes": comm.received - before}
 
 

@@ -2,37 +2,49 @@
 
     python -m tests.cluster --hosts 4 --ranks-per-host 2 --rate 250 -- -m scaling.layouts --rate_mbit 250
 
-Owns: the order of a run. Must not know: how a layout is trained or foretold, the arithmetic of the report. All layouts
-stay resident; in each round each takes its steps, in an order drawn anew. What is foretold comes from a probe of all
-ranks at once, before the first round, and the rate of the links. At the end pipelines whose blocks sleep show how long
-stages stand still.
+All layouts stay resident; in each round each takes its steps, in an order drawn anew. What is foretold comes from a
+probe of all ranks at once, before the first round, and the rate of the links. At the end pipelines whose blocks sleep
+show how long stages stand still. Ratios are formed within a round.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options.reading import parse_command_line
-from scaling.evidence.record import Row, circumstances
-from scaling.evidence.same_losses import LOSS_TOLERANCE, check_same_losses
-from scaling.layouts.cases import Case, cases_on, on_links
-from scaling.layouts.sizes import Sizes
+from scaling.evidence.harness import (
+    LOSS_TOLERANCE,
+    Report,
+    at_least,
+    check_same_losses,
+    in_turns,
+    on_ranks,
+    options_of,
+    placement,
+    seconds,
+)
+from scaling.evidence.plot import Bar, draw_bars
+from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
+from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
+from scaling.layouts.cases import Case, Sizes, cases_on, on_links
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
     from scaling.layouts.training import Training
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+NEAR = 0.2  # how near idle time should be to what a simulation says
 
 
 @dataclass(frozen=True)
@@ -69,33 +81,24 @@ class Options(Sizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("rounds", "steps", "warm_up", "naps")
+        at_least(self, rounds=1, steps=1, warm_up=1, naps=1)
         for name in ("rate_mbit", "nap_ms", "nap_kib"):
             if not 0 <= getattr(self, name) < 1e9:
                 raise ConfigError(f"--{name}: got {getattr(self, name)}, expected 0 or above")
 
 
 def main() -> int:
-    """Measure; rank 0 writes the rows, prints the tables, draws the plot. Collective over MPI's world."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.layouts",
-        description="Step time of one model over layouts of ranks, in one run; start it under mpirun or srun.",
-        default=Options(),
+    """Measure, write the rows, print the tables, draw the plot. Collective over MPI's world."""
+    said = (
+        "Step time of one model over layouts of ranks, in one run; start it under mpirun or srun."
     )
-    # Here and not at the top: this import starts MPI, which --help and bad options must not do.
-    from hpczero.job.launch import start_topology
-    from scaling.evidence.clock import placement, record
-    from scaling.layouts.report import draw, text
+    return on_ranks(options_of(Options, "layouts", said), _measured, REPORT)
 
-    topology = start_topology(None)
+
+def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
     label = f"{placement(topology)}{'-emulated' if options.emulated else ''}"
-    name = f"layouts-{label}{f'-{options.rate_mbit:g}mbit' if options.rate_mbit else ''}"
-    rows = measure(topology, options)
-    record(topology, rows, name, results=options.results, text=text, draw=draw)
-    topology.free()
-    return 0
+    rate = f"-{options.rate_mbit:g}mbit" if options.rate_mbit else ""
+    return f"layouts-{label}{rate}", measure(topology, options)
 
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
@@ -105,25 +108,17 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         ConfigError: nodes of different sizes, a model that a layout cannot cut, or a rate without an interface.
         HpcZeroError: the layouts do not train the same.
     """
-    import torch
-
-    from scaling.evidence.clock import placement
-
-    torch.set_num_threads(1)
     with topology.agreed("choose the layouts"):
         cases = _cases(topology, options)
-    yield {
-        "kind": "run",
-        **circumstances(),
-        "ranks": topology.size,
-        "placement": placement(topology),
-        "emulated": bool(options.emulated),
-        "rate_mbit": options.rate_mbit,
-        "rounds": options.rounds,
-        "steps": options.steps,
-        "tolerance": LOSS_TOLERANCE,
-        "description": options.work.describe(),
-    }
+    yield run_row(
+        options,
+        "rate_mbit rounds steps",
+        ranks=topology.size,
+        placement=placement(topology),
+        emulated=bool(options.emulated),
+        tolerance=LOSS_TOLERANCE,
+        description=options.work.describe(),
+    )
     if cases:
         yield from _layouts(topology, cases, options)
     if options.nap_ms and topology.num_nodes > 1:
@@ -143,14 +138,15 @@ def _cases(topology: Topology, options: Options) -> list[Case]:
 def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Iterator[Row]:
     import torch
 
+    import hpczero
     from hpczero.accelerator import HostAccelerator
     from hpczero.predict.machine import machine_of
     from hpczero.probe.job import probe_job
-    from scaling.evidence.clock import seconds
     from scaling.layouts.training import Training
 
     measured, _ = probe_job(topology, HostAccelerator(), dtype=torch.float32)
-    per_node = len(topology.world.nodes[0])
+    nodes = topology.world.nodes
+    per_node = len(nodes[0])
     machine = machine_of(measured, ranks_per_node=per_node, memory_nbytes=1.0, title="this machine")
     machine = on_links(machine, options.rate_mbit)
     # The processors send messages too: where ranks outnumber them, computing and sending take turns.
@@ -158,29 +154,31 @@ def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Ite
     overlap = here <= len(os.sched_getaffinity(0))
     trainings: dict[str, Training] = {}
     losses: dict[str, list[float]] = {}
+    parts = ("forward", "backward", "sums", "messages", "fill", "communication", "replicas")
     for case in cases:
         training = Training(topology, _nodes(topology), case, algorithms=options.algorithms)
         trainings[case.name] = training
         losses[case.name] = training.steps(options.warm_up)
         step = case.foretold(machine, measured, overlap=overlap)
-        mine = case.sent_between(training.topology.pipeline.rank)
+        sent = topology.gather(float(case.sent_between(training.topology.pipeline.rank)))
         yield {
             "kind": "layout",
             "layout": case.name,
-            "transport": training.transport,
+            "transport": hpczero.sharding(training.model).collectives.describe(),
             "foretold_s": step.step_s,
-            "parts": _parts(step),
-            "planned_nbytes": _by_node(topology, topology.gather(float(mine))),
+            "parts": {part: getattr(step, f"{part}_s") for part in (*parts, "hidden", "update")},
+            "planned_nbytes": [sum(sent[rank] for rank in ranks) for ranks in nodes],
         }
     _check(losses)
+    program = "layouts" if topology.is_root else ""
     order = random.Random(options.seed)
-    for number in range(options.rounds):
-        for name in order.sample(list(trainings), len(trainings)):
-            training, found = trainings[name], losses[name]
-            sent, waited = _sent(topology, options), training.waited_s
+    for number, turn in in_turns([*trainings], options.rounds, order, program=program):
+        for name in turn:
+            training = trainings[name]
+            before, waited = _sent(topology, options), training.waited_s
             took = seconds(
                 topology,
-                lambda t=training, f=found: f.extend(t.steps(options.steps)),  # type: ignore[misc]
+                lambda t=training, name=name: losses[name].extend(t.steps(options.steps)),  # type: ignore[misc]
             )
             after = _sent(topology, options)
             waits = topology.gather((training.waited_s - waited) / options.steps)
@@ -189,32 +187,30 @@ def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Ite
                 "layout": name,
                 "round": number,
                 "seconds": took / options.steps,
-                "sent_nbytes": [(b - a) / options.steps for a, b in zip(sent, after, strict=True)],
+                "sent_nbytes": [
+                    (b - a) / options.steps for a, b in zip(before, after, strict=True)
+                ],
                 "waited_s": waits if training.is_pipeline else [],
             }
         _check(losses)
-        if topology.is_root:
-            sys.stderr.write(f"layouts: round {number + 1} of {options.rounds} done\n")
     for training in trainings.values():
         training.close()
 
 
 def _idle(topology: Topology, options: Options) -> Iterator[Row]:
     """Pipelines between nodes, whose blocks sleep, in turns."""
-    from scaling.layouts.idle import SleepingPipeline, orders_of
+    from scaling.layouts.training import SleepingPipeline, orders_of
 
-    stages = topology.num_nodes
-    make = partial(SleepingPipeline, topology, _nodes(topology), stages=stages)
-    nap_s = options.nap_ms / 1e3
+    stages, nap_s = topology.num_nodes, options.nap_ms / 1e3
+    make = partial(SleepingPipeline, topology, _nodes(topology), stages=stages, nap_s=nap_s)
     orders = orders_of(stages, options.micro_batches, options.nap_kib * 1024)
-    pipelines = [make(order, nap_s=nap_s) for order in orders]
+    pipelines = [make(order) for order in orders]
     # The ranks of a node send at once, and share its link.
     rank_rate = options.rate_mbit * 1e6 / 8 / len(topology.world.nodes[0])
     for pipeline in pipelines:
         pipeline.step()
-    order = random.Random(options.seed)
-    for number in range(options.naps):
-        for pipeline in order.sample(pipelines, len(pipelines)):
+    for number, turn in in_turns(pipelines, options.naps, random.Random(options.seed)):
+        for pipeline in turn:
             yield {
                 "kind": "idle",
                 "pipeline": pipeline.order.name,
@@ -235,17 +231,6 @@ def _nodes(topology: Topology) -> list[int]:
     return [found[rank] for rank in range(topology.size)]
 
 
-def _parts(step: object) -> dict[str, float]:
-    """Foretold seconds of the parts of a step."""
-    names = ("forward", "backward", "sums", "messages", "fill", "communication", "replicas")
-    return {name: getattr(step, f"{name}_s") for name in (*names, "hidden", "update")}
-
-
-def _by_node(topology: Topology, values: Sequence[float]) -> list[float]:
-    """Sums over the ranks of each node."""
-    return [sum(values[rank] for rank in ranks) for ranks in topology.world.nodes]
-
-
 def _sent(topology: Topology, options: Options) -> list[float]:
     """Bytes that each node has put on its link so far; empty where the link is not known. Collective."""
     if not options.rate_mbit:
@@ -261,6 +246,179 @@ def _check(losses: dict[str, list[float]]) -> None:
     for name, values in losses.items():
         check_same_losses(name, values, reference, losses[reference])
 
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two orders of the same layouts agree."""
+
+    pairs: int  # of layouts
+    alike: int  # of them, those that both order in the same way
+    clear: int  # pairs whose intervals of the measured median do not overlap
+    clear_alike: int  # the same of these
+
+    @property
+    def tau(self) -> float:
+        """Kendall's rank correlation: 1 for equal orders, -1 for opposite ones; 0 without pairs."""
+        return 2 * self.alike / self.pairs - 1 if self.pairs else 0.0
+
+
+def agreement(foretold: Mapping[str, float], seen: Mapping[str, Spread]) -> Agreement:
+    """Of what was foretold with what was seen, layout by layout."""
+    alike = clear = clear_alike = 0
+    pairs = list(itertools.combinations(seen, 2))
+    for a, b in pairs:
+        same = (foretold[a] < foretold[b]) == (seen[a].median < seen[b].median)
+        apart = seen[a].high < seen[b].low or seen[b].high < seen[a].low
+        alike += same
+        clear += apart
+        clear_alike += same and apart
+    return Agreement(len(pairs), alike, clear, clear_alike)
+
+
+def _times(rows: list[Row]) -> dict[str, dict[int, float]]:
+    """Seconds of a step by layout and round, layouts in the order in which they were built."""
+    found = by_round(rows, "turn", itemgetter("layout"), itemgetter("seconds"))
+    names = (row["layout"] for row in of_kind(rows, "layout"))
+    return {name: found[name] for name in names if name in found}
+
+
+def text(rows: list[Row]) -> str:
+    """Heading, tables and what they come to; markdown."""
+    head, found = head_of(rows), _times(rows)
+    link = f", links of {head['rate_mbit']:g} Mbit/s" if head["rate_mbit"] else ""
+    title = (
+        f"{emulated(head)}{head['description']}, {head['ranks']} ranks as {head['placement']}{link}; {head['rounds']} "
+        f"rounds of {head['steps']} step(s) of each layout, in turn; fp32, fused AdamW, clipped; losses equal within "
+        f"{head['tolerance']:g}. {where_and_when(head)}"
+    )
+    parts = [title, ""]
+    if found:
+        parts += [_layouts_table(rows, found), *_order(rows, found)]
+    if any(of_kind(rows, "idle")):
+        parts += ["", _idle_table(rows)]
+    return "\n".join(parts)
+
+
+def _layouts_table(rows: list[Row], found: dict[str, dict[int, float]]) -> str:
+    reference = next(iter(found))
+    header = ["layout", "s per step", "this / first", "foretold, s", "foretold / seen"]
+    header += ["MB between nodes per host", "planned, MB", "seen / planned", "waits for stages, s"]
+    cells = []
+    for row in of_kind(rows, "layout"):
+        name = row["layout"]
+        if name not in found:
+            continue
+        turns = [turn for turn in of_kind(rows, "turn") if turn["layout"] == name]
+        seen = Spread.of(found[name].values())
+        ratio = paired(found[name], found[reference])
+        counted = [mean(turn["sent_nbytes"]) for turn in turns if turn["sent_nbytes"]]
+        planned = mean(row["planned_nbytes"])
+        waits = [mean(turn["waited_s"]) for turn in turns if turn["waited_s"]]
+        sent = median(counted) if counted else None
+        cells.append(
+            [
+                name,
+                with_spread(seen, 3),
+                "1" if name == reference else with_spread(ratio, 2),
+                f"{row['foretold_s']:.3f}",
+                f"{row['foretold_s'] / seen.median:.2f}",
+                "–" if sent is None else f"{sent / 1e6:.2f}",
+                f"{planned / 1e6:.2f}",
+                "–" if sent is None or not planned else f"{sent / planned:.3f}",
+                f"{median(waits):.3f}" if waits else "–",
+            ]
+        )
+    return table(header, cells)
+
+
+def _order(rows: list[Row], found: dict[str, dict[int, float]]) -> list[str]:
+    """Both orders, and how far they agree."""
+    foretold = {row["layout"]: row["foretold_s"] for row in of_kind(rows, "layout")}
+    seen = {name: Spread.of(values.values()) for name, values in found.items()}
+    by_seen = sorted(seen, key=lambda name: seen[name].median)
+    by_plan = sorted(seen, key=lambda name: foretold[name])
+    cells = [
+        [str(place), plan, real]
+        for place, (plan, real) in enumerate(zip(by_plan, by_seen, strict=True), start=1)
+    ]
+    both = agreement(foretold, seen)
+    said = (
+        f"{both.alike} of {both.pairs} pairs of layouts are foretold in the order in which they were seen (Kendall's "
+        f"tau {both.tau:.2f}); of the {both.clear} pairs whose intervals (up to five rounds: ranges) do "
+        f"not overlap, {both.clear_alike}."
+    )
+    return [table(["place", "foretold", "seen"], cells), said]
+
+
+def _idle_table(rows: list[Row]) -> str:
+    """Idle over busy time; (all of the stages, the first one by its waits for messages alone)."""
+    first = next(of_kind(rows, "idle"))
+    header = ["pipeline", "idle / busy", "first stage, waits for messages / busy", "simulated"]
+    header += ["(p - 1) / (v m)", "seen / simulated"]
+    cells, near = [], 0
+    names = sorted({row["pipeline"] for row in of_kind(rows, "idle")})
+    for name in names:
+        mine = [row for row in of_kind(rows, "idle") if row["pipeline"] == name]
+        ratios = [_idle_over_busy(row) for row in mine]
+        waits = [_first_waits(row) for row in mine]
+        simulated = mine[0]["simulated"]
+        seen = Spread.of(ratios)
+        near += abs(seen.median / simulated - 1) <= NEAR if simulated else True
+        cells.append(
+            [
+                name,
+                with_spread(seen, 3),
+                with_spread(Spread.of(waits), 3),
+                f"{simulated:.3f}",
+                f"{mine[0]['formula']:.3f}",
+                f"{seen.median / simulated:.2f}" if simulated else "–",
+            ]
+        )
+    said = (
+        f"Idle time of a pipeline of {first['stages']} stages whose blocks sleep ({first['nap_s'] * 1e3:g} ms forward, "
+        "twice as long backward), so that ranks do not compete for cores: "
+        f"{near} of {len(names)} within {NEAR:.0%} of the simulation."
+    )
+    return "\n".join([said, "", table(header, cells)])
+
+
+def _idle_over_busy(row: Row) -> float:
+    """Of all ranks together."""
+    return sum(rank["idle"] for rank in row["ranks"]) / sum(rank["busy"] for rank in row["ranks"])
+
+
+def _first_waits(row: Row) -> float:
+    """Of the first stage, which ends the step: all its idle time are waits for messages."""
+    first = [rank for rank in row["ranks"] if rank["stage"] == 0]
+    return sum(rank["waited"] for rank in first) / sum(rank["busy"] for rank in first)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Seconds seen and foretold as bars; to ``path`` (PNG)."""
+    head, found = head_of(rows), _times(rows)
+    foretold = {row["layout"]: row["foretold_s"] for row in of_kind(rows, "layout")}
+    if not found:
+        return
+    panels = {
+        "s per step": [Bar.of(name, values.values()) for name, values in found.items()],
+        "foretold, s": [Bar(name, foretold[name]) for name in found],
+    }
+    label = ", emulated" if head["emulated"] else ""
+    title = f"{head['description']}, {head['placement']}{label}\n{where_and_when(head)}"
+    draw_bars(panels, path, title=title)
+
+
+REPORT = Report(
+    "Layouts of tensor, pipeline and data parallelism",
+    text,
+    {
+        "run": "description emulated placement ranks rate_mbit rounds steps tolerance",
+        "layout": "layout foretold_s planned_nbytes",
+        "turn": "layout round seconds sent_nbytes waited_s",
+        "idle": "pipeline stages nap_s simulated formula ranks",
+    },
+    draw,
+)
 
 if __name__ == "__main__":
     run(main)

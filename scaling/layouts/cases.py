@@ -1,14 +1,9 @@
-"""Which layouts are trained, and what the plan and the prediction say of each.
-
-Owns: the layouts for nodes of equal size, their names, and which ranks and numbers are refused. Must not know: how a
-layout is trained, torch, MPI, the report.
-"""
+"""Which layouts are trained, with which sizes, and what the plan and the prediction say of each; without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from hpczero.errors import ConfigError
@@ -18,24 +13,18 @@ from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread
-from hpczero.predict.job import Job
+from hpczero.predict.layout import LayoutPrediction, predict_layout
 from hpczero.predict.machine import Machine, MeasuredKernels
-from hpczero.predict.model import Prediction, predict
+from scaling.evidence.harness import at_least
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every layout trains.
+    """What every layout trains."""
 
-    Attributes:
-        model: sizes.
-        global_batch: samples of a step.
-        micro_batches: of a pipeline's step; other layouts take all samples of a rank at once.
-    """
-
-    model: GPTConfig
-    global_batch: int
-    micro_batches: int
+    model: GPTConfig  # sizes
+    global_batch: int  # samples of a step
+    micro_batches: int  # of a pipeline's step; other layouts take all samples of a rank at once
 
     def describe(self) -> str:
         """One line for headings."""
@@ -46,24 +35,51 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One layout.
+class Sizes:
+    """Of the model and of a step.
 
     Attributes:
-        name: in tables.
-        options: degrees.
-        stage: of ZeRO.
-        work: what is trained.
-        ranks: of the job.
-        local: ranks of a node.
+        layers, hidden, heads, vocabulary, context: of the model. It should be large beside its samples, so that the
+            links show and not the cores.
+        global_batch: samples of a step, the same in every layout.
+        micro_batches: of a pipeline's step.
     """
 
-    name: str
-    options: LayoutOptions
-    stage: int
-    work: Work
-    ranks: int
-    local: int
+    layers: int = 8
+    hidden: int = 256
+    heads: int = 4
+    vocabulary: int = 1024
+    context: int = 16
+    global_batch: int = 32
+    micro_batches: int = 8
+
+    def __post_init__(self) -> None:
+        at_least(self, layers=1, hidden=1, heads=1, vocabulary=1, context=1)
+        at_least(self, global_batch=1, micro_batches=1)
+
+    @property
+    def work(self) -> Work:
+        """What every layout trains."""
+        model = GPTConfig(
+            vocab_size=self.vocabulary,
+            context=self.context,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+        )
+        return Work(model, self.global_batch, self.micro_batches)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout."""
+
+    name: str  # in tables
+    options: LayoutOptions  # degrees
+    stage: int  # of ZeRO
+    work: Work  # what is trained
+    ranks: int  # of the job
+    local: int  # ranks of a node
 
     @property
     def data(self) -> int:
@@ -77,11 +93,7 @@ class Case:
 
     @property
     def spread(self) -> Spread:
-        """The layout as the plan knows it.
-
-        Raises:
-            ConfigError: the model or the batch cannot be cut so.
-        """
+        """The layout as the plan knows it. Raises ConfigError: the model or the batch cannot be cut so."""
         check_model(self.options, self.work.model)
         check_micro_batches(self.options, self.accumulation)
         pieces = self.data * self.accumulation
@@ -91,21 +103,16 @@ class Case:
                 f"own and {self.accumulation} micro-batch(es) of {self.name!r} do not divide; expected a multiple of "
                 f"{pieces}"
             )
-        spread = Spread(
+        return spread_of(
             self.work.model,
-            mesh_of(self.options, self.ranks, self.local),
+            self.options,
+            self.ranks,
             self.local,
             stage=self.stage,
             precision="fp32",
             micro_batch=self.work.global_batch // pieces,
             accumulation=self.accumulation,
-            sequence_parallel=self.options.sequence,
-            secondary=self.options.secondary,
-            schedule=self.options.order,
-            interleave=self.options.interleave,
         )
-        shards = spread.shards
-        return replace(spread, transport=fastest_transport(shards.local, shards.nodes))
 
     def sent_between(self, place: int) -> int:
         """Bytes that one rank of pipeline stage ``place`` sends to other nodes in a step, by the plan."""
@@ -113,7 +120,7 @@ class Case:
 
     def foretold(
         self, machine: Machine, kernels: MeasuredKernels, *, overlap: bool = True
-    ) -> Prediction:
+    ) -> LayoutPrediction:
         """A step on nodes like ``machine``, whose ranks compute as ``kernels`` were measured.
 
         Args:
@@ -121,7 +128,32 @@ class Case:
             kernels: of one rank.
             overlap: whether computation hides messages between nodes.
         """
-        return predict(Job.of(self.spread, machine, kernels=kernels, overlap=overlap))
+        return predict_layout(self.spread, machine, kernels=kernels, overlap=overlap)
+
+
+def spread_of(
+    model: GPTConfig,
+    layout: LayoutOptions,
+    ranks: int,
+    local: int,
+    *,
+    on_host: bool = True,
+    **others: Any,
+) -> Spread:
+    """The layout of ``ranks`` ranks, ``local`` on a node, with the fastest transport; ``others`` are of ``Spread``."""
+    spread = Spread(
+        model,
+        mesh_of(layout, ranks, local),
+        local,
+        sequence_parallel=layout.sequence,
+        secondary=layout.secondary,
+        schedule=layout.order,
+        interleave=layout.interleave,
+        **others,
+    )
+    shards = spread.shards
+    transport = fastest_transport(shards.local, shards.nodes, on_host=on_host)
+    return replace(spread, transport=transport)
 
 
 def cases_of(work: Work, nodes: int, local: int) -> list[Case]:
@@ -129,23 +161,23 @@ def cases_of(work: Work, nodes: int, local: int) -> list[Case]:
 
     Those that need several nodes, or several ranks on one, are left out where there are none.
     """
-    case = partial(Case, work=work, ranks=nodes * local, local=local)
-    found = [case("shards over all, stage 3", LayoutOptions(), 3)]
-    if nodes > 1 and local > 1:
-        node = LayoutOptions(shard="node")
-        second = LayoutOptions(secondary=True)
-        found.append(case("shards in the node, stage 3", node, 3))
-        found.append(case("shards over all, second shard, stage 3", second, 3))
-    if local > 1:
-        tensor = LayoutOptions(tensor=local)
-        found.append(case(f"tensor {local}, stage 1", tensor, 1))
-        found.append(case(f"tensor {local}, stage 3", tensor, 3))
-    if nodes > 1:
-        found.append(case(f"pipeline {nodes}, stage 1", LayoutOptions(pipeline=nodes), 1))
-    if nodes > 1 and local > 1:
-        both = LayoutOptions(pipeline=nodes, tensor=local)
-        found.append(case(f"pipeline {nodes} x tensor {local}, stage 1", both, 1))
-    return found
+    several, many = nodes > 1, local > 1
+    second, pipeline = LayoutOptions(secondary=True), LayoutOptions(pipeline=nodes)
+    tensor, both = LayoutOptions(tensor=local), LayoutOptions(pipeline=nodes, tensor=local)
+    found = [
+        (True, "shards over all", LayoutOptions(), 3),
+        (several and many, "shards in the node", LayoutOptions(shard="node"), 3),
+        (several and many, "shards over all, second shard", second, 3),
+        (many, f"tensor {local}", tensor, 1),
+        (many, f"tensor {local}", tensor, 3),
+        (several, f"pipeline {nodes}", pipeline, 1),
+        (several and many, f"pipeline {nodes} x tensor {local}", both, 1),
+    ]
+    return [
+        Case(f"{name}, stage {stage}", layout, stage, work, nodes * local, local)
+        for there, name, layout, stage in found
+        if there
+    ]
 
 
 def cases_on(

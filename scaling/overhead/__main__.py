@@ -2,23 +2,33 @@
 
     python -m scaling.overhead
 
-Owns: the order of a run. Must not know: how a step is taken, the arithmetic of the report. In each round each takes
-its steps, in an order drawn anew. Thread time leaves out what other programs take of the processor.
+In each round each takes its steps, in an order drawn anew. Thread time leaves out what other programs take of the
+processor.
 """
 
 from __future__ import annotations
 
 import random
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 
-from hpczero.errors import ConfigError, HpcZeroError, run
+from hpczero.errors import ConfigError, run
 from hpczero.models.config import GPTConfig
-from hpczero.options.reading import parse_command_line
-from scaling.evidence.record import Recorder, circumstances, path_of
+from scaling.evidence.harness import (
+    Report,
+    at_least,
+    check_same_losses,
+    in_turns,
+    options_of,
+    record,
+)
+from scaling.evidence.record import Row, head_of, of_kind, path_of, run_row, where_and_when
+from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
 
 TOLERANCE = 1e-5
+GOALS = {"stage 0": 1.5, "stage 3": 1.9}  # of plain torch's thread time, at most (issue 20)
 
 
 @dataclass(frozen=True)
@@ -44,56 +54,86 @@ class Options:
     results: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "rounds", "steps", "warm_up"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least 1")
+        at_least(self, layers=1, rounds=1, steps=1, warm_up=1)
         if not self.stages or not set(self.stages) <= {0, 1, 2, 3}:
             raise ConfigError(f"--stages: got {self.stages}, expected some of 0, 1, 2, 3")
 
 
 def main() -> int:
     """Measure, write the rows, print the table."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.overhead",
-        description="Thread time of a step with tiny tensors beside plain torch, on one rank.",
-        default=Options(),
-    )
-    # Here and not at the top: these start torch and MPI, which --help and bad options must not do.
+    said = "Thread time of a step with tiny tensors beside plain torch, on one rank."
+    options = options_of(Options, "overhead", said)
+    record(path_of(f"overhead-{options.layers}", options.results), measure(options), REPORT)
+    return 0
+
+
+def measure(options: Options) -> Iterator[Row]:
+    """All rows. Raises HpcZeroError: a stage trains something else than plain torch."""
     import torch
 
-    from scaling.overhead.report import text
     from scaling.overhead.steps import Stepper
 
     torch.set_num_threads(1)
     config = GPTConfig(vocab_size=64, context=8, layers=options.layers, hidden=16, heads=2)
-    order = random.Random(options.seed)
-    with Recorder(path_of(f"overhead-{options.layers}", options.results)) as recorder:
-        head = {"rounds": options.rounds, "steps": options.steps}
-        what = f"GPT {config.layers} x {config.hidden}, {config.context} tokens"
-        recorder.write("run", {**circumstances(), **head, "description": what})
-        steppers = [Stepper(config, stage) for stage in (None, *options.stages)]
-        losses = [[stepper.take()[1] for _ in range(options.warm_up)] for stepper in steppers]
-        for stepper, mine in zip(steppers, losses, strict=True):
-            if any(abs(a - b) > TOLERANCE for a, b in zip(mine, losses[0], strict=True)):
-                raise HpcZeroError(
-                    f"{stepper.name}: losses {mine}, plain torch has {losses[0]}, expected the same within "
-                    f"{TOLERANCE:g}: they do not train the same, so their times cannot be compared"
-                )
-            recorder.write("stepper", {"name": stepper.name, "waits": stepper.waits()})
-        for number in range(options.rounds):
-            for stepper in order.sample(steppers, len(steppers)):
-                taken = [stepper.take()[0] for _ in range(options.steps)]
-                seconds = {part: median(one[part] for one in taken) for part in taken[0]}
-                turn = {"name": stepper.name, "round": number, "seconds": seconds}
-                recorder.write("turn", turn)
-        for stepper in steppers:
-            stepper.close()
-    sys.stdout.write(f"{text(recorder.rows)}\n")
-    sys.stderr.write(f"overhead: rows in {recorder.path}\n")
-    return 0
+    what = f"GPT {config.layers} x {config.hidden}, {config.context} tokens"
+    yield run_row(options, "rounds steps", description=what)
+    steppers = [Stepper(config, stage) for stage in (None, *options.stages)]
+    losses = [[stepper.take()[1] for _ in range(options.warm_up)] for stepper in steppers]
+    for stepper, mine in zip(steppers, losses, strict=True):
+        check_same_losses(stepper.name, mine, steppers[0].name, losses[0], TOLERANCE)
+        yield {"kind": "stepper", "name": stepper.name, "waits": stepper.waits()}
+    for number, turn in in_turns(steppers, options.rounds, random.Random(options.seed)):
+        for stepper in turn:
+            taken = [stepper.take()[0] for _ in range(options.steps)]
+            seconds = {part: median(one[part] for one in taken) for part in taken[0]}
+            yield {"kind": "turn", "name": stepper.name, "round": number, "seconds": seconds}
+    for stepper in steppers:
+        stepper.close()
 
+
+def text(rows: list[Row]) -> str:
+    """Heading and table; markdown."""
+    head, steppers = head_of(rows), list(of_kind(rows, "stepper"))
+    name = itemgetter("name")
+    totals = by_round(rows, "turn", name, lambda row: sum(row["seconds"].values()))
+    parts = list(next(of_kind(rows, "turn"))["seconds"])
+    by_part = {
+        part: by_round(rows, "turn", name, lambda row, part=part: row["seconds"][part])  # type: ignore[misc]
+        for part in parts
+    }
+    cells = []
+    for row in steppers:
+        mine, goal = row["name"], GOALS.get(row["name"])
+        ratio = paired(totals[mine], totals[steppers[0]["name"]])
+        assert ratio is not None, "all run in every round"
+        cells.append(
+            [
+                mine,
+                *(f"{median(by_part[part][mine].values()) * 1e3:.2f}" for part in parts),
+                with_spread(Spread.of(totals[mine].values()), 1, scale=1e3),
+                with_spread(ratio, 2),
+                f"{goal:g}" if goal else "–",
+                ("yes" if ratio.median <= goal else "no") if goal else "–",
+                str(sum(row["waits"].values())),
+            ]
+        )
+    header = ["", *(f"{part}, ms" for part in parts), "all, ms", "/ plain", "goal", "met", "waits"]
+    return (
+        f"Thread time of a step with tiny tensors on one rank: {head['description']}, fp32, fused AdamW, clipped; "
+        f"median of {head['rounds']} rounds of {head['steps']} steps in turns. Waits: numbers that the host asks of "
+        f"tensors in a step, the loss among them. {where_and_when(head)}\n\n{table(header, cells)}"
+    )
+
+
+REPORT = Report(
+    "What hpczero adds to a step",
+    text,
+    {
+        "run": "description rounds steps",
+        "stepper": "name waits",
+        "turn": "name round seconds",
+    },
+)
 
 if __name__ == "__main__":
     run(main)

@@ -1,7 +1,6 @@
 """A training step with tiny tensors, by plain torch or in a zeroified model, part by part.
 
-Owns: the model, the parts of a step, and how waits for a device are counted. Must not know: the order of a run, the
-report. Tensors are so small that kernels take no time: what is left is what the host does for each of them.
+Tensors are so small that kernels take no time: what is left is what the host does for each of them.
 """
 
 from __future__ import annotations

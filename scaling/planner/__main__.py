@@ -2,40 +2,48 @@
 
     mpirun -n 2 python -m scaling.planner --folder /local/scratch
 
-Owns: the order of a run. Must not know: how a planner compares, the arithmetic of the report. In each round every rank
-probes, every candidate is built, takes a step that does not count, and some that do; then it is given back. What is
-foretold comes from the probe of the same round, as a run would foretell it at its start. All settings take some twenty
-minutes on two cores that nothing else uses. Rows of a cut run lie beside the results; ``--goes_on true`` keeps them.
+In each round every rank probes, every candidate is built, takes a step that does not count, and some that do; then it
+is given back. What is foretold comes from the probe of the same round, as a run would foretell it at its start. All
+settings take some twenty minutes on two cores that nothing else uses. Rows of a cut run lie beside the results;
+``--goes_on true`` keeps them.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, run
-from hpczero.options.reading import parse_command_line
-from scaling.contenders.scratch import scratch
+from hpczero.plan.peak import PlannedRun
+from hpczero.planner.choice import Choice, Foretold, away, kind_of, recomputed
+from scaling.contenders.workload import scratch
+from scaling.evidence.harness import Report, at_least, on_ranks, options_of, say, seconds
+from scaling.evidence.plot import Bar, draw_bars
 from scaling.evidence.record import (
     Row,
-    circumstances,
     commit,
+    head_of,
     names_code,
+    of_kind,
     parse_rows,
     path_of,
+    run_row,
     unfinished,
+    where_and_when,
 )
+from scaling.evidence.spread import table_of
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
-    from hpczero.plan.peak import PlannedRun
-    from hpczero.planner.choice import Choice, Foretold
     from scaling.planner.settings import Setting
+
+SLOWEST = 2.5  # foretold times of the choice, beyond which nothing is trained
+NEAR_FASTEST, NEAR_SEEN = 0.15, 0.25  # what is asked of a planner
 
 
 @dataclass(frozen=True)
@@ -64,37 +72,23 @@ class Options:
     results: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("rounds", 1), ("steps", 1), ("candidates", 2)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least {least}")
+        at_least(self, rounds=1, steps=1, candidates=2)
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ConfigError(f"--folder: got {self.folder!r}, expected a folder on a disk")
 
 
 def main() -> int:
-    """Measure; rank 0 writes the rows, prints the table, draws the plot. Collective over MPI's world."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.planner",
-        description="The planner's choice beside other settings that fit, trained in turns; start it under mpirun.",
-        default=Options(),
-    )
-    # Here and not at the top: this import starts MPI, which --help and bad options must not do.
-    from hpczero.job.launch import start_topology
-    from scaling.evidence.clock import record
-    from scaling.planner.report import draw, text
+    """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
+    said = "The planner's choice beside other settings that fit, trained in turns; start it under mpirun."
+    return on_ranks(options_of(Options, "planner", said), _measured, REPORT)
 
-    topology = start_topology(None)
-    name = f"planner-{topology.size}"
-    earlier: list[Row] = []
+
+def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
+    name, earlier = f"planner-{topology.size}", []
     if options.goes_on:  # read before the recorder begins the file anew
         found = earlier_turns(path_of(name, options.results)) if topology.is_root else []
         earlier = json.loads(topology.world.gather_text(json.dumps(found))[0])
-    rows = measure(topology, options, earlier)
-    record(topology, rows, name, results=options.results, text=text, draw=draw)
-    topology.free()
-    return 0
+    return name, measure(topology, options, earlier)
 
 
 def earlier_turns(path: Path) -> list[Row]:
@@ -111,45 +105,27 @@ def earlier_turns(path: Path) -> list[Row]:
 
 
 def measure(topology: Topology, options: Options, earlier: Sequence[Row] = ()) -> Iterator[Row]:
-    """All rows, the same on every rank. Collective.
-
-    Args:
-        topology: the ranks.
-        options: what to measure.
-        earlier: rows of settings that need not be measured again.
-    """
-    import torch
-
+    """All rows, the same on every rank; ``earlier`` are those of settings that are not measured again. Collective."""
     from scaling.planner.settings import SETTINGS
 
-    torch.set_num_threads(1)
-    yield {
-        "kind": "run",
-        **circumstances(),
-        "ranks": topology.size,
-        "rounds": options.rounds,
-        "steps": options.steps,
-    }
+    yield run_row(options, "rounds steps", ranks=topology.size)
     folder = scratch() if options.folder is None else Path(options.folder)
     order = random.Random(options.seed)
-    chosen = options.only or range(len(SETTINGS))
     yield from (dict(row) for row in earlier)
     done = {row["setting"] for row in earlier}
-    for number in chosen:
+    for number in options.only or range(len(SETTINGS)):
         setting = SETTINGS[number]
         if setting.name in done:
             continue
         yield from _one(topology, setting, folder, options, order)
         yield {"kind": "done", "setting": setting.name}
         if topology.is_root:
-            sys.stderr.write(f"planner: {setting.name} done\n")
+            say("planner", f"{setting.name} done")
 
 
 def _one(
     topology: Topology, setting: Setting, folder: Path, options: Options, order: random.Random
 ) -> Iterator[Row]:
-    from scaling.evidence.clock import seconds
-    from scaling.planner.picking import key, picked
     from scaling.planner.settings import Training
 
     asked = setting.asked(topology, folder)
@@ -158,43 +134,31 @@ def _one(
         choice = _choice(topology, setting, asked, folder)
         assert choice.best is not None, "every setting has candidates that fit"
         foretold = {key(found.run): found for found in choice.fitting}
-        if not runs:
-            runs = picked(choice, options.candidates, order)
+        runs = runs or picked(choice, options.candidates, order)
+        best = key(choice.best.run)
         second = key(choice.runner_up.run) if choice.runner_up else ""
-        now = [*runs]
-        if key(choice.best.run) not in map(key, now):
-            now.append(choice.best.run)
+        now = runs if best in map(key, runs) else [*runs, choice.best.run]
         for candidate in order.sample(now, len(now)):
             training = Training(topology, setting, candidate)
             training.steps(1)
             took = seconds(topology, lambda training=training: training.steps(options.steps))  # type: ignore[misc]
             training.close()
             name = key(candidate)
+            step = foretold[name].step
+            parts = ("forward", "backward", "communication", "update", "tier")
             yield {
                 "kind": "turn",
                 "setting": setting.name,
                 "round": turn,
                 "candidate": name,
-                "is_choice": name == key(choice.best.run),
+                "is_choice": name == best,
                 "is_runner_up": name == second,
                 "foretold_s": foretold[name].step_s,
-                "parts": parts_of(foretold[name]),
+                "parts": {part: getattr(step, f"{part}_s") for part in parts},
                 "seconds": took / options.steps,
                 "fitting": len(choice.fitting),
                 "tried": choice.tried,
             }
-
-
-def parts_of(found: Foretold) -> dict[str, float]:
-    """Foretold seconds of the parts of a step."""
-    step = found.step
-    return {
-        "forward": step.forward_s,
-        "backward": step.backward_s,
-        "communication": step.communication_s,
-        "update": step.update_s,
-        "tier": step.tier_s,
-    }
 
 
 def _choice(topology: Topology, setting: Setting, asked: PlannedRun, folder: Path) -> Choice:
@@ -222,6 +186,149 @@ def _choice(topology: Topology, setting: Setting, asked: PlannedRun, folder: Pat
         fits=lambda run: run.most <= limit,
     )
 
+
+def picked(choice: Choice, many: int, order: random.Random) -> list[PlannedRun]:
+    """The choice, its runner-up, the best of each family, then of each kind, and one by chance.
+
+    Args:
+        choice: with something that fits.
+        many: how many, if so many fit.
+        order: for the one by chance.
+    """
+    assert choice.best is not None, "every setting has candidates that fit"
+    near = [found for found in choice.fitting if found.step_s <= SLOWEST * choice.best.step_s]
+    found: dict[str, PlannedRun] = {}
+    for one in _by_worth(choice, near):
+        if len(found) >= max(many - 1, 2):
+            break
+        found.setdefault(key(one.run), one.run)
+    others = [one.run for one in near if key(one.run) not in found]
+    for other in order.sample(others, min(max(many - len(found), 0), len(others))):
+        found[key(other)] = other
+    return list(found.values())
+
+
+def key(run: PlannedRun) -> str:
+    """A candidate in words."""
+    words = [f"stage {run.stage}", f"micro-batch {run.micro_batch} x {run.accumulation}"]
+    words += [recomputed(run)] if run.checkpointing else []
+    words += [away(run)] if run.offload.any else []
+    return ", ".join(words)
+
+
+def _by_worth(choice: Choice, near: list[Foretold]) -> Iterator[Foretold]:
+    for best in (choice.best, choice.runner_up):
+        if best is not None:
+            yield best
+    for sort in (_family, lambda run: kind_of(run)):
+        seen: set[object] = set()
+        for one in near:
+            if sort(one.run) not in seen:
+                seen.add(sort(one.run))
+                yield one
+
+
+def _family(run: PlannedRun) -> tuple[object, ...]:
+    """What kind of memory is saved, and how."""
+    fraction = run.offload.fraction if run.offload.any else 0.0
+    return fraction > 0, 0 < fraction < 1, run.checkpointing, run.checkpointing and run.kept.away
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one setting."""
+
+    setting: str  # in words
+    choice: str  # what the planner chose, at its first probe
+    best: str  # the fastest of all that were trained
+    slower: float  # seconds of the choice over those of the best
+    foretold: float  # seconds that were foretold for the choice over those seen
+    tried: int  # how many were trained
+    fitting: int  # how many fit
+
+
+def verdicts(rows: list[Row]) -> list[Verdict]:
+    """One of each setting. Times are medians over the rounds; foretold is held against seen within a round."""
+    found = []
+    turns = list(of_kind(rows, "turn"))
+    for setting in dict.fromkeys(row["setting"] for row in turns):
+        mine = [row for row in turns if row["setting"] == setting]
+        took: dict[str, list[float]] = {}
+        for row in mine:
+            took.setdefault(row["candidate"], []).append(row["seconds"])
+        seen = {candidate: median(values) for candidate, values in took.items()}
+        chosen = [row for row in mine if row["is_choice"]]
+        choice = chosen[0]["candidate"]
+        best = min(seen, key=lambda candidate: seen[candidate])
+        found.append(
+            Verdict(
+                setting=setting,
+                choice=choice,
+                best=best,
+                slower=max(seen[row["candidate"]] for row in chosen) / seen[best],
+                foretold=median(row["foretold_s"] / row["seconds"] for row in chosen),
+                tried=len(seen),
+                fitting=max(row["fitting"] for row in mine),
+            )
+        )
+    return found
+
+
+def summary(rows: list[Row]) -> str:
+    """How many choices are near the fastest, how many times near those seen; of the choices, and of all."""
+    found = verdicts(rows)
+    fast = sum(one.slower <= 1 + NEAR_FASTEST for one in found)
+    right = sum(abs(one.foretold - 1) <= NEAR_SEEN for one in found)
+    ratios = sorted(row["foretold_s"] / row["seconds"] for row in of_kind(rows, "turn"))
+    return (
+        f"{fast} of {len(found)} choices within {NEAR_FASTEST:.0%} of the fastest that was trained; {right} of "
+        f"{len(found)} foretold within {NEAR_SEEN:.0%} of what was seen. Foretold / seen of all {len(ratios)} turns: "
+        f"median {median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f}."
+    )
+
+
+def text(rows: list[Row]) -> str:
+    """Heading, table and summary; markdown."""
+    head = head_of(rows)
+    shown = table_of(
+        verdicts(rows),
+        {
+            "asked for": lambda found: found.setting,
+            "choice": lambda found: found.choice,
+            "fastest": lambda found: "the choice" if found.best == found.choice else found.best,
+            "choice / fastest": lambda found: f"{found.slower:.2f}",
+            "foretold / seen": lambda found: f"{found.foretold:.2f}",
+            "trained": lambda found: f"{found.tried} of {found.fitting}",
+        },
+    )
+    title = (
+        f"{head['ranks']} rank(s) of one thread, {head['rounds']} rounds of {head['steps']} steps, fp32, fused "
+        f"AdamW. {where_and_when(head)}"
+    )
+    return "\n".join([title, "", shown, "", summary(rows)])
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Choice over fastest, and foretold over seen."""
+    found = verdicts(rows)
+    panels = {
+        "choice / fastest": [Bar(one.setting, one.slower) for one in found],
+        "foretold / seen": [Bar(one.setting, one.foretold) for one in found],
+    }
+    head = head_of(rows)
+    title = f"the planner, {head['ranks']} rank(s)\n{where_and_when(head)}"
+    draw_bars(panels, path, title=title)
+
+
+REPORT = Report(
+    "Settings that were predicted to be fastest, tried",
+    text,
+    {
+        "run": "ranks rounds steps",
+        "turn": "setting candidate is_choice foretold_s seconds fitting",
+    },
+    draw,
+)
 
 if __name__ == "__main__":
     run(main)

@@ -1,7 +1,4 @@
-"""What is planned and trained: models, batches and limits of memory.
-
-Owns: the settings, and how one of their candidates is trained. Must not know: the order of a run, the report.
-"""
+"""What is planned and trained: models, batches and limits of memory, and the training of one candidate."""
 
 from __future__ import annotations
 
@@ -12,18 +9,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import hpczero
 from hpczero.accelerator import HostAccelerator
 from hpczero.activations import Checkpointing
 from hpczero.adapters.gpt import GPTAdapter
-from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
-from hpczero.models.config import GPTConfig
+from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.offload import MIB, Offload
-from hpczero.plan.peak import PlannedRun
-from hpczero.run.evaluation import PlainPasses
-from hpczero.run.step import TrainingStep
+from hpczero.plan.peak import ModelSizes, PlannedRun
+from scaling.contenders.training import GPTTraining
+from scaling.contenders.workload import SEED
 
 WINDOW_MIB = 8
 
@@ -66,12 +61,16 @@ class Setting:
     def asked(self, topology: Topology, folder: Path) -> PlannedRun:
         """What the planner starts from."""
         return PlannedRun(
-            self.model,
-            Mesh(shard=topology.size),
-            topology.local_size,
+            network=ModelSizes(self.model, tuple(parameter_shapes(self.model))),
+            ranks=topology.size,
+            local_size=topology.local_size,
             transport=fastest_transport(topology.local_size, topology.num_nodes),
+            stage=3,
             precision="fp32",
+            sequence=self.context,
             micro_batch=self.sequences,
+            accumulation=1,
+            checkpointing=False,
             offload=Offload(folder=folder, window=WINDOW_MIB * MIB),
         )
 
@@ -97,64 +96,39 @@ SETTINGS = (
 )
 
 
-class Training:
+class Training(GPTTraining):
     """One candidate, in memory until it is closed. Collective over the topology."""
 
     def __init__(self, topology: Topology, setting: Setting, run: PlannedRun) -> None:
-        self._topology, self._setting, self._run = topology, setting, run
-        torch.manual_seed(0)
-        config = setting.model
-        adapter = GPTAdapter(config).with_checkpointing(run.checkpointing and not run.kept.away)
-        with torch.device("meta"):
-            model = adapter.build()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-        hpczero.zeroify(
-            model,
-            optimizer,
+        self._rank, self._setting, self._run = topology.rank, setting, run
+        torch.manual_seed(SEED)
+        device, away = HostAccelerator(), run.checkpointing and run.kept.away
+        adapter = GPTAdapter(setting.model).with_checkpointing(run.checkpointing and not away)
+        super().__init__(
+            adapter,
+            topology,
+            self._samples,
+            accumulation=run.accumulation,
+            device=device,
             stage=run.stage,
-            topology=topology,
             transport=run.transport,
-            device=HostAccelerator(),
-            initialize=adapter.initializer(model, 0),
             offload=run.offload,
         )
-        self._model, self._taken = model, 0
         self._checkpointing: Checkpointing | None = None
-        if run.checkpointing and run.kept.away:
+        if away:
             with topology.agreed("open the memory tier of block inputs"):
                 self._checkpointing = Checkpointing.create(
                     run.kept.rest,
                     folder=run.kept.folder,
-                    device=HostAccelerator(),
+                    device=device,
                     window=run.kept.block_nbytes(run.input_nbytes),
                     buffers=run.kept.buffers,
                 )
-                adapter.call_blocks_by(model, self._checkpointing)
-            self._checkpointing.join(model)
-        self._step = TrainingStep(
-            model,
-            optimizer,
-            passes=PlainPasses(
-                model,
-                loss=adapter.loss,
-                accumulation=run.accumulation,
-                accelerator=HostAccelerator(),
-            ),
-            samples=self._samples,
-            accelerator=HostAccelerator(),
-            clip=1.0,
-        )
-
-    def steps(self, count: int) -> list[float]:
-        """Train; the loss of each step."""
-        losses = []
-        for _ in range(count):
-            losses.append(self._step.take(self._taken).loss)
-            self._taken += 1
-        return losses
+                adapter.call_blocks_by(self.model, self._checkpointing)
+            self._checkpointing.join(self.model)
 
     def _samples(self, number: int, micro: int) -> tuple[np.ndarray, np.ndarray]:
-        draw = np.random.default_rng((number, micro, self._topology.rank))
+        draw = np.random.default_rng((number, micro, self._rank))
         shape = (self._run.micro_batch, self._setting.context + 1)
         tokens = draw.integers(0, self._setting.model.vocab_size, shape)
         return tokens[:, :-1].copy(), tokens[:, 1:].copy()
@@ -163,4 +137,4 @@ class Training:
         """Give everything back."""
         if self._checkpointing is not None:
             self._checkpointing.close()
-        hpczero.release(self._model)
+        super().close()

@@ -1,22 +1,19 @@
 """What a step will take, on machines by their data sheets or on this host by its own measurement.
 
-    python -m scaling.predict --machine dgx-h100 --model gpt-60b --ranks 64 512 4096
-    python -m scaling.predict --paper          # the ZeRO paper's super-linear speed-up
-    python -m scaling.predict --published      # runs of other programs with tensor and pipeline parallelism
-    python -m scaling.predict --scale          # 400, 4,096 and 100,000 ranks, and the host's time
-    python -m scaling.predict --layouts 400    # the best layout of each machine
-    python -m scaling.predict --check          # measures this host, trains, compares
-
-Owns: its options. Must not know: any formula.
+python -m scaling.predict --machine dgx-h100 --model gpt-60b --ranks 64 512 4096
+python -m scaling.predict --paper          # the ZeRO paper's super-linear speed-up
+python -m scaling.predict --published      # runs of other programs with tensor and pipeline parallelism
+python -m scaling.predict --scale          # 400, 4,096 and 100,000 ranks, and the host's time
+python -m scaling.predict --layouts 400    # the best layout of each machine
+python -m scaling.predict --check          # measures this host, trains, compares
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,14 +21,16 @@ from typing import Any, Literal
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options.reading import parse_command_line
 from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
-from hpczero.predict.model import Prediction, predict
+from hpczero.predict.model import Prediction, largest_micro_batch, predict
+from scaling.contenders.ranks import end_on_sigterm
 from scaling.contenders.workload import find_model
-from scaling.evidence.record import HOME, Recorder, cores, machine_name
-from scaling.predict.fits import fit_of, largest_micro_batch, needed_nbytes
+from scaling.evidence.harness import at_least, options_of, record
+from scaling.evidence.plot import Line, draw_lines
+from scaling.evidence.record import cores, path_of
+from scaling.evidence.spread import table_of
 
 
 @dataclass(frozen=True)
@@ -90,84 +89,82 @@ class Options:
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
             raise ConfigError(f"--ranks: got {self.ranks}, expected numbers from 1 on")
-        for name in ("micro_batch", "global_batch", "rounds", "steps", "layouts"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name}: got {value}, expected at least 1")
+        at_least(self, micro_batch=1, global_batch=1, rounds=1, steps=1, layouts=1)
         if self.check and not self.workloads:
             raise ConfigError("--workloads: got nothing, expected at least one")
 
 
+Forecast = tuple[Prediction, int, bool]  # largest micro-batch, whether it needs checkpointing
+PARTS = ("step", "forward", "backward", "communication", "hidden", "host")
 MOST_SEQUENCES = 64  # where the batch is not given: more changes little, and no run would take it
 
 
 def main() -> int:
     """Print a table. Exit code 1 if --check finds a point outside of its tolerance."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.predict",
-        description="Step time, FLOP/s, largest micro-batch and efficiency by a model; only --check trains.",
-        default=Options(),
-    )
+    said = "Step time, FLOP/s, largest micro-batch and efficiency by a model; only --check trains."
+    options = options_of(Options, "predict", said)
+    if options.check:
+        return check(options)
+    text = _answer(options)
+    sys.stdout.write(text)
+    return 0
+
+
+def _answer(options: Options) -> str:
+    """What is printed; draws the plot that is asked for."""
     if options.paper:
-        return show_paper(options.plot)
+        from scaling.predict.paper import (
+            FIGURE_2,
+            FIGURE_3,
+            calibrated,
+            compare,
+            draw_paper,
+            paper_text,
+        )
+
+        curve, others = list(compare(FIGURE_3)), list(compare(FIGURE_2))
+        if options.plot:
+            draw_paper(curve, Path(options.plot))
+        return f"{paper_text(curve, others, calibrated().matmul_efficiency)}\n"
     if options.published:
         from scaling.predict.published import published_text
 
-        sys.stdout.write(f"{published_text()}\n")
-        return 0
+        return f"{published_text()}\n"
     if options.scale:
         from scaling.predict.scale import cases, charges_text
 
-        sys.stdout.write(f"{charges_text(list(cases()))}\n")
-        return 0
+        return f"{charges_text(list(cases()))}\n"
     if options.layouts is not None:
         from scaling.predict.scale import layouts_text
 
-        sys.stdout.write(f"{layouts_text(options.layouts)}\n")
-        return 0
-    if options.check:
-        return check(options)
+        return f"{layouts_text(options.layouts)}\n"
     found = list(forecast(options))
-    if options.plot:
-        from scaling.predict.report import draw_forecast
-
-        said = f"{options.model}, stage {options.stage}, {found[0][0].job.machine.title}"
-        draw_forecast(found, Path(options.plot), title=said)
-    if options.json:
-        for prediction, most, checkpointed in found:
-            sys.stdout.write(f"{json.dumps(as_json(prediction, most, checkpointed))}\n")
-        return 0
-    from scaling.predict.report import forecast_table
-
     job = found[0][0].job
+    if options.plot:
+        title = f"{options.model}, stage {options.stage}, {job.machine.title}"
+        draw_forecast(found, Path(options.plot), title=title)
+    if options.json:
+        return "".join(f"{json.dumps(as_json(*one))}\n" for one in found)
     batch = "fixed global batch" if options.global_batch else "fixed batch per rank or the largest"
-    sys.stdout.write(
+    said = (
         f"{options.model} on {job.machine.title}, {job.precision}, {job.transport}; {batch}. A prediction, "
         f"nothing was run; assumptions: hpczero/predict/model.py.\n\n{forecast_table(found)}"
     )
     if not job.machine.message_host and options.machine != "host":
-        sys.stdout.write(
-            f"\n{job.machine.name} has no message_host: what messages cost the host is not charged.\n"
-        )
+        said += f"\n{job.machine.name} has no message_host: what messages cost the host is not charged.\n"
     if options.sources:
         lines = (f"- {name}: {source}\n" for name, source in job.machine.sources.items())
-        sys.stdout.write(f"\n{''.join(lines)}")
-    return 0
+        said += f"\n{''.join(lines)}"
+    return said
 
 
-def forecast(options: Options) -> Iterator[tuple[Prediction, int, bool]]:
-    """(prediction, largest micro-batch, whether that needs checkpointing) for each number of ranks.
-
-    Raises:
-        ConfigError: nothing fits, or the batch does not divide.
-    """
+def forecast(options: Options) -> Iterator[Forecast]:
+    """The forecast for each number of ranks. Raises ConfigError: nothing fits, or the batch does not divide."""
     for ranks in options.ranks:
         job = job_of(options, ranks)
         most, checkpointed = largest_micro_batch(job)
         if not most:
-            need = fit_of(job).needed_nbytes / 1e9
+            need = job.fit.needed_nbytes / 1e9
             raise ConfigError(
                 f"{options.model} at stage {options.stage} on {ranks} ranks of {job.machine.name}: one sequence needs "
                 f"{need:.1f} GB, a rank has {job.machine.usable / 1e9:.1f} GB; use more ranks, a higher --stage, or "
@@ -220,13 +217,13 @@ def job_of(options: Options, ranks: int) -> Job:
         local = min(machine.ranks_per_node, ranks)
         taken = fastest_transport(local, ranks // local, on_host=machine.shares_memory)
         transport = taken if options.transport == "auto" else options.transport
-    return Job.plain(
-        find_model(options.model),
-        machine,
-        ranks,
-        options.stage,
-        precision,
-        1,
+    return Job(
+        model=find_model(options.model),
+        machine=machine,
+        ranks=ranks,
+        stage=options.stage,
+        precision=precision,
+        micro_batch=1,
         checkpointing=bool(options.checkpointing),
         transport=transport,
         overlap=not options.no_overlap,
@@ -234,40 +231,75 @@ def job_of(options: Options, ranks: int) -> Job:
     )
 
 
-def show_paper(plot: str | None) -> int:
-    """The super-linear curve beside the published one."""
-    from scaling.predict.paper import FIGURE_2, FIGURE_3, calibrated, compare
-    from scaling.predict.report import draw_paper, paper_text
-
-    curve = list(compare(FIGURE_3))
-    said = paper_text(curve, list(compare(FIGURE_2)), calibrated().matmul_efficiency)
-    sys.stdout.write(f"{said}\n")
-    if plot:
-        draw_paper(curve, Path(plot))
-    return 0
-
-
 def check(options: Options) -> int:
     """Measure, write the rows, print the table, draw the plot."""
-    from scaling.predict.check import TOLERANCE, measure, say
-    from scaling.predict.report import draw, points, ratio, text
+    from scaling.predict.check import REPORT, is_near, measure, points
 
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # through the crews' ends
+    end_on_sigterm()
     ranks = [size for size in (1, 2) if size <= cores()]
-    path = HOME / (options.results or "runs/scaling") / machine_name() / "predict-host.jsonl"
-    with Recorder(path) as recorder:
-        found = measure(
-            options.workloads, ranks, (0, 3), rounds=options.rounds, steps=options.steps
-        )
-        for row in found:
-            recorder.write(row.pop("kind"), row)
-    sys.stdout.write(f"\n{text(recorder.rows)}\n")
-    draw(recorder.rows, path.with_suffix(".png"))
-    say(f"rows in {path}, plot beside them")
-    ratios = [ratio(turns) for turns in points(recorder.rows).values()]
-    return 0 if all(abs(r.median - 1) <= TOLERANCE for r in ratios) else 1
+    rounds = measure(options.workloads, ranks, (0, 3), rounds=options.rounds, steps=options.steps)
+    path = path_of("predict-host", options.results or "runs/scaling")
+    rows = record(path, rounds, REPORT)
+    return 0 if all(is_near(turns) for turns in points(rows).values()) else 1
+
+
+def forecast_table(found: Sequence[Forecast]) -> str:
+    """One line for each number of ranks; efficiency is tokens per second and rank over those of the first line.
+
+    The host's time is that of messages and launches, hidden or not; compute is forward and backward.
+    """
+    first = found[0][0]
+    base = first.tokens_per_s / first.job.ranks
+
+    def of(say: Callable[[Prediction], str]) -> Callable[[Forecast], str]:
+        return lambda one: say(one[0])
+
+    def micro_batch(step: Prediction) -> str:
+        job = step.job
+        times = f" x {job.accumulation}" if job.accumulation > 1 else ""
+        return f"{job.micro_batch}{times}{' ckpt' if job.checkpointing else ''}"
+
+    return table_of(
+        found,
+        {
+            "ranks": of(lambda step: f"{step.job.ranks:,}"),
+            "stage": of(lambda step: str(step.job.stage)),
+            "micro-batch": of(micro_batch),
+            "largest": lambda one: f"{one[1]}{' ckpt' if one[2] else ''}",
+            "step, s": of(lambda step: f"{step.step_s:.3f}"),
+            "exposed": of(lambda step: f"{step.communication_s / step.step_s:.0%}"),
+            "hidden, s": of(lambda step: f"{step.hidden_s:.3f}"),
+            "host, s": of(lambda step: f"{step.host_s:.3f}"),
+            "host / compute": of(lambda step: f"{step.host_s / step.computing_s:.1%}"),
+            "update, ms": of(lambda step: f"{step.update_s * 1e3:.2f}"),
+            "TFLOP/s/rank": of(lambda step: f"{step.tflops:.3g}"),
+            "MFU": of(lambda step: f"{step.mfu:.0%}"),
+            "efficiency": of(lambda step: f"{step.tokens_per_s / step.job.ranks / base:.0%}"),
+            "GB/rank": of(lambda step: f"{step.job.needed_nbytes / 1e9:.1f}"),
+        },
+    )
+
+
+def draw_forecast(found: Sequence[Forecast], path: Path, *, title: str) -> None:
+    """FLOP/s of a rank and of all ranks, over ranks, to ``path`` (PNG or SVG)."""
+    from scaling.predict.paper import by_what
+
+    ranks = {prediction.job.ranks: prediction for prediction, _, _ in found}
+    first = found[0][0]
+    whole = {float(n): p.tflops * n for n, p in ranks.items()}
+    ideal = {float(n): first.tflops * n for n in ranks}
+    panels = {
+        "of one rank": [Line("predicted", {float(n): p.tflops for n, p in ranks.items()})],
+        "of all ranks": [Line("predicted", whole), Line("ideal", ideal, ":", reference=True)],
+    }
+    draw_lines(
+        panels,
+        path,
+        title=f"PREDICTION, nothing was run. {title}\n{by_what()}",
+        x="ranks",
+        y="model TFLOP/s",
+        from_zero=["of one rank"],
+    )
 
 
 def as_json(prediction: Prediction, most: int, checkpointed: bool) -> dict[str, Any]:  # Any: JSON
@@ -283,19 +315,14 @@ def as_json(prediction: Prediction, most: int, checkpointed: bool) -> dict[str, 
         "checkpointing": job.checkpointing,
         "largest_micro_batch": most,
         "largest_needs_checkpointing": checkpointed,
-        "step_s": prediction.step_s,
-        "forward_s": prediction.forward_s,
-        "backward_s": prediction.backward_s,
-        "communication_s": prediction.communication_s,
-        "hidden_s": prediction.hidden_s,
-        "host_s": prediction.host_s,
+        **{f"{part}_s": getattr(prediction, f"{part}_s") for part in PARTS},
         "messages": prediction.messages,
         "launches": prediction.launches,
         "update_s": prediction.update_s,
         "tokens_per_s": prediction.tokens_per_s,
         "tflops_per_rank": prediction.tflops,
         "mfu": prediction.mfu,
-        "needed_nbytes": needed_nbytes(job),
+        "needed_nbytes": job.needed_nbytes,
     }
 
 

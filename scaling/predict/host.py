@@ -1,17 +1,14 @@
-"""This host as a machine of `hpczero.predict.model`, from what it measured of itself.
-
-Owns: which measurement stands for which number of a machine. Must not know: how anything was measured, torch, MPI.
-"""
+"""This host as a machine of `hpczero.predict.model`, from what it measured of itself; without torch and MPI."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from hpczero.models.config import GPTConfig
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, MeasuredKernels, machine_of
 from hpczero.predict.model import Prediction, predict
+from scaling.evidence.host import kernel_nbytes
 from scaling.evidence.record import cores, machine_name
 
 Known = Literal["flat", "hierarchical", "window"]
@@ -25,12 +22,9 @@ TRANSPORTS: dict[str, Known] = {
 
 def host_machine(measured: MeasuredKernels, ranks: int) -> Machine:
     """This host as a Machine for so many ranks on it."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
     per_node = max(cores(), ranks)
-    return machine_of(
-        measured, ranks_per_node=per_node, memory_nbytes=total / per_node, title=machine_name()
-    )
+    memory = kernel_nbytes("/proc/meminfo", "MemTotal:") / per_node
+    return machine_of(measured, ranks_per_node=per_node, memory_nbytes=memory, title=machine_name())
 
 
 def predict_on_host(

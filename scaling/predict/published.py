@@ -1,8 +1,5 @@
 """Published runs of other programs in layouts that hpczero has, beside what its model says of them.
 
-Owns: the configurations, figures and their sources, the comparison. Must not know: any formula of time
-(`hpczero.predict.model`) or of memory (`hpczero.plan.spread`).
-
 Machines are data sheets as they are: no constant is fitted to a run. So a ratio says what the model leaves out of the
 run, and what the run has that hpczero has not.
 """
@@ -10,52 +7,40 @@ run, and what the run has that hpczero has not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 from hpczero.job.mesh import Mesh
 from hpczero.models.config import PRESETS, GPTConfig
 from hpczero.plan.spread import Spread
-from hpczero.predict.job import Job
+from hpczero.predict.layout import LayoutPrediction, predict_layout
 from hpczero.predict.machine import load_machine
-from hpczero.predict.model import Prediction, predict
 
 Measure = Literal["TFLOP/s", "hardware TFLOP/s", "MFU, %", "tokens/s"]
-RECOMPUTED = (
-    4 / 3
-)  # a forward, and a backward of two, become four thirds where all of the forward is computed again
+# A forward, and a backward of two, become four thirds where all of the forward is computed again.
+RECOMPUTED = 4 / 3
 
 
 @dataclass(frozen=True)
 class Published:
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: in the table.
-        machine: a file of hpczero/predict/machines.
-        spread: its layout.
-        measure: what was published, per GPU; hardware FLOP/s count what is computed again.
-        value: the figure.
-        source: where it is from.
-        said: what of it is assumed, and what is known to be different.
-        overlap: whether anything is hidden.
-    """
+    name: str  # in the table
+    machine: str  # a file of hpczero/predict/machines
+    spread: Spread  # its layout
+    measure: Measure  # what was published, per GPU; hardware FLOP/s count what is computed again
+    value: float  # the figure
+    source: str  # where it is from
+    said: str  # what of it is assumed, and what is known to be different
+    overlap: bool = True  # whether anything is hidden
 
-    name: str
-    machine: str
-    spread: Spread
-    measure: Measure
-    value: float
-    source: str
-    said: str
-    overlap: bool = True
-
-    def predicted(self) -> Prediction:
+    def predicted(self) -> LayoutPrediction:
         """A step of it."""
         machine = load_machine(self.machine)
-        return predict(Job.of(self.spread, machine, overlap=self.overlap))
+        return predict_layout(self.spread, machine, overlap=self.overlap)
 
-    def of(self, found: Prediction) -> float:
+    def of(self, found: LayoutPrediction) -> float:
         """The measure by a prediction."""
         if self.measure == "tokens/s":
             return found.tokens_per_s / self.spread.mesh.size
@@ -67,56 +52,47 @@ class Published:
 _1T = GPTConfig(vocab_size=51200, context=2048, layers=128, hidden=25600, heads=160)
 _530B = GPTConfig(vocab_size=51200, context=2048, layers=105, hidden=20480, heads=128)
 # Llama has three matrices in its MLP and fewer keys than queries; as GPTs of as many parameters in products:
-_405B = GPTConfig(
-    vocab_size=128256,
-    context=8192,
-    layers=126,
-    hidden=16384,
-    heads=128,
-    positions="rotary",
-    tie_embeddings=False,
-)
-_70B = GPTConfig(
-    vocab_size=128256,
-    context=8192,
-    layers=85,
-    hidden=8192,
-    heads=64,
-    positions="rotary",
-    tie_embeddings=False,
-)
+_ROTARY: dict[str, Any] = {"positions": "rotary", "tie_embeddings": False}
+_LLAMA = partial(GPTConfig, vocab_size=128256, context=8192, **_ROTARY)
+_405B = _LLAMA(layers=126, hidden=16384, heads=128)
+_70B = _LLAMA(layers=85, hidden=8192, heads=64)
 _FLOAT8 = "published with float8, predicted in bf16; 8 micro-batches assumed, the default there"
 
 
-def _titan(interleave: int) -> Spread:
-    return Spread(
-        _405B,
-        Mesh(pipeline=8, shard=8, tensor=8),
-        8,
-        stage=3,
-        precision="bf16",
-        micro_batch=4,
-        accumulation=8,
-        checkpointing=True,
-        sequence_parallel=True,
-        schedule="interleaved" if interleave > 1 else "1f1b",
-        interleave=interleave,
-    )
-
+_bf16 = partial(Spread, precision="bf16")
+_1T_SPREAD = _bf16(
+    _1T, Mesh(pipeline=64, shard=6, tensor=8), 8, stage=0, accumulation=512, checkpointing=True
+)
+_530B_SPREAD = _bf16(
+    _530B,
+    Mesh(pipeline=35, shard=8, tensor=8),
+    8,
+    stage=0,
+    accumulation=280,
+    sequence_parallel=True,
+    schedule="interleaved",
+    interleave=3,
+)
+_TITAN: dict[str, Any] = {"stage": 3, "checkpointing": True, "sequence_parallel": True}
+_70B_SPREAD = _bf16(_70B, Mesh(shard=32, tensor=8), 8, micro_batch=16, **_TITAN)
+_405B_SPREAD = _bf16(
+    _405B, Mesh(pipeline=8, shard=8, tensor=8), 8, micro_batch=4, accumulation=8, **_TITAN
+)
+_100B_SPREAD = Spread(
+    PRESETS["gpt-100b"],
+    Mesh(shard=25, tensor=16),
+    16,
+    stage=2,
+    precision="fp16",
+    micro_batch=32,
+    checkpointing=True,
+)
 
 PUBLISHED = (
     Published(
         "Megatron-LM 1 T, 3,072 A100, tensor 8 x pipeline 64",
         "dgx-a100",
-        Spread(
-            _1T,
-            Mesh(pipeline=64, shard=6, tensor=8),
-            8,
-            stage=0,
-            precision="bf16",
-            accumulation=512,
-            checkpointing=True,
-        ),
+        _1T_SPREAD,
         "hardware TFLOP/s",
         163.0,
         "arXiv 2104.04473, table 1",
@@ -125,17 +101,7 @@ PUBLISHED = (
     Published(
         "Megatron-LM 530 B, 2,240 A100, tensor 8 x pipeline 35",
         "dgx-a100",
-        Spread(
-            _530B,
-            Mesh(pipeline=35, shard=8, tensor=8),
-            8,
-            stage=0,
-            precision="bf16",
-            accumulation=280,
-            sequence_parallel=True,
-            schedule="interleaved",
-            interleave=3,
-        ),
+        _530B_SPREAD,
         "MFU, %",
         54.2,
         "arXiv 2205.05198, sec. 6.3",
@@ -144,16 +110,7 @@ PUBLISHED = (
     Published(
         "torchtitan 70 B, 256 H100, shard 32 x tensor 8",
         "dgx-h100",
-        Spread(
-            _70B,
-            Mesh(shard=32, tensor=8),
-            8,
-            stage=3,
-            precision="bf16",
-            micro_batch=16,
-            checkpointing=True,
-            sequence_parallel=True,
-        ),
+        _70B_SPREAD,
         "tokens/s",
         597.3,
         "pytorch/torchtitan#1299",
@@ -162,7 +119,7 @@ PUBLISHED = (
     Published(
         "torchtitan 405 B, 512 H100, shard 8 x tensor 8 x pipeline 8, 1F1B",
         "dgx-h100",
-        _titan(1),
+        replace(_405B_SPREAD, schedule="1f1b"),
         "tokens/s",
         100.0,
         "arXiv 2410.06511, table of 3D parallelism",
@@ -171,7 +128,7 @@ PUBLISHED = (
     Published(
         "the same, interleaved",
         "dgx-h100",
-        _titan(2),
+        replace(_405B_SPREAD, schedule="interleaved", interleave=2),
         "tokens/s",
         128.0,
         "arXiv 2410.06511, table of 3D parallelism",
@@ -180,15 +137,7 @@ PUBLISHED = (
     Published(
         "ZeRO 100 B, 400 V100, shard 25 x tensor 16, stage 2",
         "dgx-2-v100",
-        Spread(
-            PRESETS["gpt-100b"],
-            Mesh(shard=25, tensor=16),
-            16,
-            stage=2,
-            precision="fp16",
-            micro_batch=32,
-            checkpointing=True,
-        ),
+        _100B_SPREAD,
         "TFLOP/s",
         38.0,
         "arXiv 1910.02054v3, sec. 10.2",

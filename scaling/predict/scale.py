@@ -1,7 +1,5 @@
 """A step at 400, 4,096 and 100,000 ranks, charged as before and as the code sends; the best layout of each machine.
 
-Owns: the cases, the charge of commit 9f3dc12, the tables. Must not know: any other formula.
-
 The charge of before knew no rounds and no host: a gather took a latency for each other node, or for each doubling where
 the nodes are a power of two, and a reduction one for each other node.
 """
@@ -21,7 +19,7 @@ from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, predict
 from hpczero.predict.network import Cost, Network, RailTimes
-from scaling.evidence.table import table
+from scaling.evidence.spread import table
 
 MODEL = "gpt-60b"
 RANKS = (400, 4096, 100_000)
@@ -60,13 +58,9 @@ class NetworkBefore(Network):
 
 @dataclass(frozen=True)
 class Case:
-    """One number of ranks.
+    """One number of ranks."""
 
-    Attributes:
-        before, after: the same step by both charges.
-    """
-
-    before: Prediction
+    before: Prediction  # the same step by both charges
     after: Prediction
 
     @property

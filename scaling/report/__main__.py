@@ -1,119 +1,55 @@
 """All results as text, and their plots drawn anew: ``python -m scaling.report [FILE or FOLDER ...] [--page P]``.
 
-Owns: which report belongs to which file. Must not know: how anything was measured.
+Somebody may have been killed while writing a file, or have edited it; what is left of it is still worth showing.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options.reading import parse_command_line
-from scaling.bridge import report as bridge_report
-from scaling.checkpoint import report as checkpoint_report
-from scaling.collectives import report as collectives_report
-from scaling.evidence.record import HOME, Row, commit, of_kind, parse_rows
-from scaling.gpu import goals as gpu_goals
-from scaling.hostcost import report as hostcost_report
-from scaling.layouts import report as layouts_report
-from scaling.overhead import report as overhead_report
-from scaling.parallel import report as parallel_report
-from scaling.peers import report as peers_report
-from scaling.planner import report as planner_report
-from scaling.predict import report as predict_report
-from scaling.report.page import Report, page
-from scaling.report.rows import is_sound
-from scaling.simulate import check as simulate_check
-from scaling.simulate import report as simulate_report
-from scaling.start import report as start_report
-from scaling.sweep import plots as sweep_plots
-from scaling.sweep import report as sweep_report
-from scaling.tiers import report as tiers_report
-from scaling.transports import report as transports_report
+from scaling import bridge, parallel, peers, start, transports
+from scaling.checkpoint.__main__ import REPORT as CHECKPOINT
+from scaling.collectives.__main__ import REPORT as COLLECTIVES
+from scaling.evidence.harness import Report, options_of, say
+from scaling.evidence.record import HOME, Row, commit, parse_rows
+from scaling.gpu.goals import REPORT as GPU
+from scaling.hostcost.__main__ import REPORT as HOSTCOST
+from scaling.layouts.__main__ import REPORT as LAYOUTS
+from scaling.overhead.__main__ import REPORT as OVERHEAD
+from scaling.planner.__main__ import REPORT as PLANNER
+from scaling.predict.check import REPORT as PREDICT
+from scaling.report.page import Section, page
+from scaling.simulate.check import REPORT as SIMULATE
+from scaling.sweep.plots import REPORT as SWEEP
+from scaling.sweep.plots import is_point
+from scaling.sweep.report import write_tables
+from scaling.tiers.__main__ import REPORT as TIERS
 
-
-def gpu_text(rows: list[Row]) -> str:
-    """What `scaling.gpu` printed, and where."""
-    head = next(of_kind(rows, "run"))
-    where = "a twin on the host, whose times mean nothing" if head.get("twin") else "a device"
-    return (
-        f"Checks of {where}: {head['machine']}, commit {head['commit']}, {head['date']}.\n\n"
-        f"{gpu_goals.report(rows)}"
-    )
-
-
-def simulate_text(rows: list[Row]) -> str:
-    """A simulated job, or simulated steps beside those of emulated hosts."""
-    beside = any(of_kind(rows, "layout"))
-    return simulate_check.text(rows) if beside else simulate_report.text(rows)
-
-
-def draw_nothing(rows: list[Row], path: Path) -> None:
-    """For tables that have no figure."""
-
-
-# By the beginning of a file's name.
-TEXT: dict[str, Callable[[list[Row]], str]] = {
-    "bridge": bridge_report.text,
-    "checkpoint": checkpoint_report.text,
-    "collectives": collectives_report.text,
-    "gpu": gpu_text,
-    "hostcost": hostcost_report.text,
-    "layouts": layouts_report.text,
-    "overhead": overhead_report.text,
-    "parallel": parallel_report.text,
-    "peers": peers_report.text,
-    "planner": planner_report.text,
-    "predict": predict_report.text,
-    "simulate": simulate_text,
-    "start": start_report.text,
-    "sweep": sweep_report.text,
-    "tiers": tiers_report.text,
-    "transports": transports_report.text,
+REPORTS: dict[str, Report] = {  # by the beginning of a file's name
+    "bridge": bridge.REPORT,
+    "checkpoint": CHECKPOINT,
+    "collectives": COLLECTIVES,
+    "gpu": GPU,
+    "hostcost": HOSTCOST,
+    "layouts": LAYOUTS,
+    "overhead": OVERHEAD,
+    "parallel": parallel.REPORT,
+    "peers": peers.REPORT,
+    "planner": PLANNER,
+    "predict": PREDICT,
+    "simulate": SIMULATE,
+    "start": start.REPORT,
+    "sweep": SWEEP,
+    "tiers": TIERS,
+    "transports": transports.REPORT,
 }
-DRAW: dict[str, Callable[[list[Row], Path], None]] = {
-    "bridge": bridge_report.draw,
-    "checkpoint": checkpoint_report.draw,
-    "collectives": collectives_report.draw,
-    "gpu": draw_nothing,
-    "hostcost": draw_nothing,
-    "layouts": layouts_report.draw,
-    "overhead": draw_nothing,
-    "parallel": parallel_report.draw,
-    "peers": peers_report.draw,
-    "planner": planner_report.draw,
-    "predict": predict_report.draw,
-    "simulate": draw_nothing,
-    "start": draw_nothing,
-    "sweep": sweep_plots.draw,
-    "tiers": tiers_report.draw,
-    "transports": transports_report.draw,
-}
-
-# Headings of the page.
-TITLES = {
-    "bridge": "torch.distributed over MPI, beside gloo",
-    "checkpoint": "Saving and loading checkpoints",
-    "collectives": "Collectives between nodes, beside the MPI library",
-    "gpu": "One GPU: checks and measurements",
-    "hostcost": "Messages and host time at up to 100,000 ranks",
-    "layouts": "Layouts of tensor, pipeline and data parallelism",
-    "overhead": "What hpczero adds to a step",
-    "parallel": "Tensor and pipeline parallelism, beside torch",
-    "peers": "A training step, beside FSDP2, DDP and DeepSpeed",
-    "planner": "Settings that were predicted to be fastest, tried",
-    "predict": "Steps of published runs, predicted",
-    "simulate": "A step of many ranks, simulated",
-    "start": "The start of a job",
-    "sweep": "Weak and strong scaling",
-    "tiers": "Offload to host memory and disk",
-    "transports": "Transports between the ranks",
-}
+EVERY_RUN = "cpu cores commit date"  # that the row of every run has, but for those named here
+OTHER_RUNS = ("gpu", "sweep")
 
 # What a report meets where a row has the right names and senseless values.
 UNREPORTABLE = (
@@ -141,13 +77,7 @@ class Options:
 
 def main() -> int:
     """Print the reports as markdown and draw their plots beside the files; of sweeps also SVG, CSV and the text."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.report",
-        description=str(main.__doc__),
-        default=Options(),
-    )
+    options = options_of(Options, "report", str(main.__doc__))
     reports, problems = [], []
     found: dict[Path, None] = {}  # each once, in the order given
     for name in options.files:
@@ -161,7 +91,7 @@ def main() -> int:
         except ConfigError as error:
             problems.append(error)
     for problem in problems:
-        say(f"left out: {problem}")
+        say("report", f"left out: {problem}")
     if options.page is not None:
         remark = (
             f"Drawn by commit {commit()} from the records named below. Each section says on what machine and by which "
@@ -169,21 +99,17 @@ def main() -> int:
         )
         whole = page(reports, title="hpczero: measurements", remark=remark)
         Path(options.page).write_text(whole, encoding="utf-8")
-        say(f"page in {options.page}")
+        say("report", f"page in {options.page}")
     if options.files and problems:
         raise problems[0]
     return 0
 
 
 def results_in(path: Path) -> list[Path]:
-    """``path`` itself, or the results in it and its folders.
-
-    Raises:
-        ConfigError: a folder without any.
-    """
+    """``path`` itself, or the results in it and its folders. Raises ConfigError: a folder without any."""
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.rglob("*.jsonl") if file.stem.split("-")[0] in TEXT)
+    found = sorted(file for file in path.rglob("*.jsonl") if file.stem.split("-")[0] in REPORTS)
     if not found:
         raise ConfigError(
             f"{path}: holds no results of the measuring commands (python -m scaling....), expected files such as "
@@ -193,30 +119,34 @@ def results_in(path: Path) -> list[Path]:
     return found
 
 
-def show(path: Path) -> Report:
+def show(path: Path) -> Section:
     """Print the report of one file and write what belongs beside it.
 
     Raises:
         ConfigError: it cannot be read, there is nothing to report, or nothing here reports such files.
     """
     kind = path.stem.split("-")[0]
-    if kind not in TEXT:
-        raise ConfigError(f"{path}: got a file of {kind!r}, expected {', '.join(TEXT)}")
+    if kind not in REPORTS:
+        raise ConfigError(f"{path}: got a file of {kind!r}, expected {', '.join(REPORTS)}")
     rows, malformed = read(path, kind)
+    report = REPORTS[kind]
     try:
-        text = TEXT[kind](rows)
+        text = report.text(rows)
         if malformed:
-            text = with_remark(text, f"Left out: {malformed} malformed line(s) of this file.")
+            first, _, others = text.partition("\n")
+            remark = f"Left out: {malformed} malformed line(s) of this file."
+            text = f"{first}\n\n{remark}\n{others}"
         for suffix in (".png", ".svg") if kind == "sweep" else (".png",):
-            DRAW[kind](rows, path.with_suffix(suffix))
+            if report.draw is not None:
+                report.draw(rows, path.with_suffix(suffix))
         if kind == "sweep":
-            sweep_report.write_tables(rows, path, text)
+            write_tables(rows, path, text)
     except UNREPORTABLE as error:
         raise ConfigError(
             f"{path}: holds values that cannot be reported ({error!r}); correct the line or remove it"
         ) from error
     sys.stdout.write(f"{text}\n\n")
-    return Report(path.stem, rows, text, DRAW[kind], TITLES[kind])
+    return Section(path.stem, rows, text, report)
 
 
 def read(path: Path, kind: str) -> tuple[list[Row], int]:
@@ -240,15 +170,14 @@ def read(path: Path, kind: str) -> tuple[list[Row], int]:
     return found, malformed
 
 
-def with_remark(text: str, remark: str) -> str:
-    """``text`` with a paragraph behind its first."""
-    first, _, others = text.partition("\n")
-    return f"{first}\n\n{remark}\n{others}"
-
-
-def say(line: str) -> None:
-    """Remarks, on stderr."""
-    sys.stderr.write(f"report: {line}\n")
+def is_sound(kind: str, row: Row) -> bool:
+    """Whether the report of files of ``kind`` can read ``row``."""
+    needs = REPORTS[kind].needs.get(row["kind"], "")
+    if row["kind"] == "run" and kind not in OTHER_RUNS:
+        needs = f"{needs} {EVERY_RUN}"
+    if not row.keys() >= set(needs.split()):
+        return False
+    return is_point(row) if (kind, row["kind"]) == ("sweep", "point") else True
 
 
 if __name__ == "__main__":

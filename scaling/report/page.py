@@ -1,7 +1,6 @@
 """One page with all reports: text, tables, figures, nothing that is not in the file itself.
 
-Owns: the HTML. Must not know: what any report says. Figures are SVG inside the page, on white, so that they are read on
-a light and on a dark page alike.
+Figures are SVG inside the page, on white, so that they are read on a light and on a dark page alike.
 """
 
 from __future__ import annotations
@@ -9,12 +8,13 @@ from __future__ import annotations
 import base64
 import html
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from markdown_it import MarkdownIt
 
+from scaling.evidence.harness import Report
 from scaling.evidence.record import Row
 
 STYLE = """
@@ -41,48 +41,39 @@ code { background: var(--soft); padding: .1em .3em; border-radius: 4px; }
 
 
 @dataclass(frozen=True)
-class Report:
-    """One file of results.
-
-    Attributes:
-        name: of the file, without suffix.
-        rows: of it.
-        text: markdown.
-        draw: writes its figures at a path, or beside it, in the format of the suffix.
-        title: of its kind, in words.
-    """
+class Section:
+    """One file of results: its name without suffix, its rows, the text of the report, and the report itself."""
 
     name: str
     rows: list[Row]
     text: str
-    draw: Callable[[list[Row], Path], None]
-    title: str
+    report: Report
 
 
-def page(reports: Sequence[Report], *, title: str, remark: str) -> str:
+def page(sections: Sequence[Section], *, title: str, remark: str) -> str:
     """The whole file. No script, no link to anything outside."""
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
-    sections = []
-    for number, report in enumerate(reports):
+    parts = []
+    for number, section in enumerate(sections):
         # the conditions, the figures, the tables
-        intro, tables = split(report.text)
-        figures = "".join(_figure(path_name, svg) for path_name, svg in figures_of(report))
+        intro, tables = split(section.text)
+        figures = "".join(_figure(path_name, svg) for path_name, svg in figures_of(section))
         body = markdown.render(intro) + figures + markdown.render(tables)
         body = body.replace("<table>", '<div class="scroll"><table>')
         body = body.replace("</table>", "</table></div>")
-        heading = f"{html.escape(report.title)} <code>{html.escape(report.name)}</code>"
-        sections.append(f'<section id="r{number}">\n<h2>{heading}</h2>\n{body}</section>\n')
+        heading = f"{html.escape(section.report.title)} <code>{html.escape(section.name)}</code>"
+        parts.append(f'<section id="r{number}">\n<h2>{heading}</h2>\n{body}</section>\n')
     links = "".join(
-        f'<li><a href="#r{number}">{html.escape(report.title)}</a> <code>{html.escape(report.name)}</code>: '
-        f"{html.escape(report.text.partition('; ')[0].partition('. ')[0])}</li>"
-        for number, report in enumerate(reports)
+        f'<li><a href="#r{number}">{html.escape(section.report.title)}</a> <code>{html.escape(section.name)}</code>: '
+        f"{html.escape(section.text.partition('; ')[0].partition('. ')[0])}</li>"
+        for number, section in enumerate(sections)
     )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{html.escape(title)}</h1>\n<p>{html.escape(remark)}</p>\n<nav><ul>{links}</ul></nav>\n"
-        f"{''.join(sections)}</body>\n</html>\n"
+        f"{''.join(parts)}</body>\n</html>\n"
     )
 
 
@@ -95,10 +86,11 @@ def split(text: str) -> tuple[str, str]:
     return "\n".join(lines[:first]), "\n".join(lines[first:])
 
 
-def figures_of(report: Report) -> list[tuple[str, bytes]]:
+def figures_of(section: Section) -> list[tuple[str, bytes]]:
     """(name, SVG) of every figure of a report, in the order they were drawn."""
     with tempfile.TemporaryDirectory(prefix="page-") as folder:
-        report.draw(report.rows, Path(folder) / f"{report.name}.svg")
+        if section.report.draw is not None:
+            section.report.draw(section.rows, Path(folder) / f"{section.name}.svg")
         drawn = sorted(Path(folder).glob("*.svg"), key=lambda path: path.stat().st_mtime_ns)
         return [(path.stem, path.read_bytes()) for path in drawn]
 

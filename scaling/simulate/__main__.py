@@ -3,14 +3,15 @@
     python -m scaling.simulate --model gpt-60b --machine dgx-h100 --ranks 400 --ranks_per_node 8 16
     python -m scaling.simulate --parallel.tensor 8 --parallel.pipeline 5 --accumulation 20 --stage 1
 
-Owns: the options. Must not know: how a job is simulated (`job`), the report. One rank of each kind is recorded by the
-real engine, without data; ``--every_rank`` records all. Ranks that would not meet are named, and nothing is replayed.
+One rank of each kind is recorded by the real engine, without data; ``--every_rank`` records all. Ranks that would not
+meet are named, and nothing is replayed.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+import resource
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -19,16 +20,27 @@ import tyro
 from hpczero.errors import ConfigError, run
 from hpczero.models.config import PRESETS
 from hpczero.options.config import LayoutOptions
-from hpczero.options.reading import parse_command_line
-from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
-from hpczero.plan.footprint import fastest_transport
+from hpczero.plan.degrees import check_micro_batches, check_model
 from hpczero.plan.spread import Spread
+from hpczero.predict.layout import predict_layout
 from hpczero.predict.machine import Machine, load_machine
-from scaling.evidence.record import Recorder, Row, circumstances, path_of
-from scaling.simulate.report import text
+from scaling.evidence.harness import Report, at_least, options_of, record, say
+from scaling.evidence.record import Row, head_of, of_kind, path_of, run_row, where_and_when
+from scaling.evidence.spread import table_of
+from scaling.layouts.cases import spread_of
 
 if TYPE_CHECKING:
-    from scaling.simulate.engine import Subject
+    from scaling.simulate.programs import Origin, Program
+
+GB = 1e9
+SHORT = {
+    "compute": "computes",
+    "other ranks": "other ranks",
+    "links between nodes": "links between",
+    "links inside nodes": "inside",
+    "sums and messages of the host": "sums, host",
+    "other stages": "stages",
+}
 
 
 @dataclass(frozen=True)
@@ -76,39 +88,26 @@ class Options:
             raise ConfigError(
                 f"--precision: got {self.precision!r}, expected fp32 or bf16, whose steps none is skipped of"
             )
-        for name in ("micro_batch", "accumulation"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least 1")
+        at_least(self, micro_batch=1, accumulation=1)
         if not self.message_us >= 0:
             raise ConfigError(f"--message_us: got {self.message_us}, expected 0 or above")
 
 
 def main() -> int:
     """Simulate, write the rows, print the tables."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.simulate",
-        description="A step of all ranks of a large job, recorded by the real engine and replayed on a network.",
-        default=Options(),
+    said = (
+        "A step of all ranks of a large job, recorded by the real engine and replayed on a network."
     )
+    options = options_of(Options, "simulate", said)
     machine = load_machine(options.machine)
-    subjects = list(
-        subjects_of(options, machine)
-    )  # refuses what cannot be, before anything is built
-    with Recorder(path_of(f"simulate-{options.model}", options.results)) as recorder:
-        for row in rows_of(options, machine, subjects):
-            recorder.write(row.pop("kind"), row)
-    sys.stdout.write(f"{text(recorder.rows)}\nrows in {recorder.path}\n")
+    spreads = list(spreads_of(options, machine))  # refuses what cannot be, before all is built
+    path = path_of(f"simulate-{options.model}", options.results)
+    record(path, rows_of(options, machine, spreads), REPORT)
     return 0
 
 
-def subjects_of(options: Options, machine: Machine) -> Iterator[tuple[Spread, LayoutOptions]]:
-    """All jobs.
-
-    Raises:
-        ConfigError: ranks, nodes, degrees and model do not suit each other.
-    """
+def spreads_of(options: Options, machine: Machine) -> Iterator[Spread]:
+    """All jobs. Raises ConfigError: ranks, nodes, degrees and model do not suit each other."""
     config, layout = PRESETS[options.model], options.parallel
     config = replace(config, context=options.context or config.context)
     layout.check(stage=options.stage)
@@ -120,59 +119,135 @@ def subjects_of(options: Options, machine: Machine) -> Iterator[tuple[Spread, La
                 raise ConfigError(
                     f"--ranks: got {ranks} with {local} on a node, expected whole nodes, or fewer than one"
                 )
-            spread = Spread(
+            yield spread_of(
                 config,
-                mesh_of(layout, ranks, local),
+                layout,
+                ranks,
                 local,
+                on_host=False,
                 stage=options.stage,
                 precision=options.precision,
                 micro_batch=options.micro_batch,
                 accumulation=options.accumulation,
                 checkpointing=bool(options.checkpointing),
-                sequence_parallel=layout.sequence,
-                secondary=layout.secondary,
-                schedule=layout.order,
-                interleave=layout.interleave,
             )
-            shards = spread.shards
-            transport = fastest_transport(shards.local, shards.nodes, on_host=False)
-            yield replace(spread, transport=transport), layout
 
 
-def rows_of(
-    options: Options, machine: Machine, spreads: list[tuple[Spread, LayoutOptions]]
-) -> Iterator[Row]:
+def rows_of(options: Options, machine: Machine, spreads: Sequence[Spread]) -> Iterator[Row]:
     """All rows."""
-    # Here and not at the top: these start torch and MPI, which --help and bad options must not do.
+    # Here and not at the top: this starts torch and MPI, which --help and bad options must not do.
     import torch
 
-    from scaling.simulate.engine import Subject
-    from scaling.simulate.job import row_of
-
     torch.set_num_threads(1)
-    yield {
-        "kind": "run",
-        **circumstances(),
-        "model": options.model,
-        "title": machine.title,
-        "precision": options.precision,
-        "micro_batch": options.micro_batch,
-        "accumulation": options.accumulation,
-        "message_us": options.message_us,
-    }
-    for spread, layout in spreads:
-        subject: Subject = Subject(spread, layout, machine)
-        row = row_of(
-            subject,
-            machine,
-            message_s=options.message_us / 1e6,
-            every_rank=bool(options.every_rank),
-        )
-        yield {"kind": "job", **row}
-        sys.stderr.write(
-            f"simulate: {spread.mesh.size:,} ranks, {spread.ranks_per_node} on a node: done\n"
-        )
+    names = "model precision micro_batch accumulation message_us"
+    yield run_row(options, names, title=machine.title)
+    for spread in spreads:
+        yield {"kind": "job", **_simulated(options, machine, spread)}
+        say("simulate", f"{spread.mesh.size:,} ranks, {spread.ranks_per_node} on a node: done")
 
+
+def _simulated(options: Options, machine: Machine, spread: Spread) -> Row:
+    """A job on a described machine: recorded, matched, replayed, and put beside the forecast.
+
+    Raises:
+        OrderError: ranks would not meet.
+    """
+    from scaling.simulate.engine import Recorded, Subject, record
+    from scaling.simulate.programs import COMPUTE, WAITS, check, expanded
+    from scaling.simulate.replay import Network, replay
+
+    begin = time.perf_counter()
+    subject = Subject(spread, options.parallel, machine)
+    described = replace(machine, ranks_per_node=spread.ranks_per_node)
+    recorded: list[Recorded] = []
+
+    def one(rank: int) -> tuple[Program, Mapping[str, Origin]]:
+        recorded.append(found := record(subject, rank))
+        return found.program, found.origins
+
+    programs = expanded(one, subject.places, every_rank=bool(options.every_rank))
+    check(programs)
+    network = Network.of(described, message_s=options.message_us / 1e6)
+    outcome = replay(programs, subject.places, network)
+    forecast = predict_layout(spread, described)
+    nbytes, messages = recorded[0].planned
+    return {
+        "layout": spread.as_json(),
+        "ranks": spread.mesh.size,
+        "ranks_per_node": spread.ranks_per_node,
+        "stage": spread.stage,
+        "recorded": len(recorded),
+        "planned_nbytes": nbytes,
+        "planned_messages": messages,
+        "calls": sum(1 for _ in programs[0].calls),
+        "step_s": outcome.step_s,
+        "spent": {what: outcome.mean(what) for what in (COMPUTE, *WAITS)},
+        "idle_s": [min(outcome.idle_s), max(outcome.idle_s)],
+        "between_nbytes": max(outcome.between_nbytes),
+        "messages": max(outcome.messages),
+        "links": outcome.links,
+        "used": outcome.used,
+        "binds": outcome.binds,
+        "foretold_s": forecast.step_s,
+        "foretold_compute_s": forecast.forward_s + forecast.backward_s + forecast.update_s,
+        "took_s": time.perf_counter() - begin,
+        "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def text(rows: list[Row]) -> str:
+    """Heading and tables; markdown."""
+    head, jobs = head_of(rows), list(of_kind(rows, "job"))
+
+    def name(row: Row) -> str:
+        degrees = {name: degree for name, degree in row["layout"]["mesh"].items() if degree > 1}
+        layout = " x ".join(f"{name} {degree}" for name, degree in degrees.items()) or "one rank"
+        return f"{row['ranks']:,} x {row['ranks_per_node']}, {layout}, stage {row['stage']}"
+
+    def idle(row: Row) -> str:
+        least, most = (100 * seconds / row["step_s"] for seconds in row["idle_s"])
+        return f"{least:.1f} to {most:.1f}"
+
+    spent = {
+        f"{short}, s": lambda row, what=what: f"{row['spent'][what]:.3f}"
+        for what, short in SHORT.items()
+    }
+    shown = table_of(
+        jobs,
+        {
+            "ranks x on a node, layout": name,
+            "step, s": lambda row: f"{row['step_s']:.3f}",
+            **spent,
+            "idle, %": idle,
+            "links carry, %": lambda row: f"{100 * row['links']:.0f}",
+            "GB between, a rank": lambda row: f"{row['between_nbytes'] / GB:.2f}",
+            "messages": lambda row: f"{row['messages']:,}",
+            "binds": lambda row: row["binds"],
+            "foretold, s": lambda row: f"{row['foretold_s']:.3f}",
+        },
+    )
+    title = (
+        f"{head['model']} on {head['title']}, {head['precision']}, micro-batch {head['micro_batch']}, "
+        f"{head['accumulation']} forward(s) a step; a message costs its host {head['message_us']:g} us. Simulated, not "
+        f"measured; {where_and_when(head)}"
+    )
+    notes = [
+        f"{name(row)}: {row['recorded']} rank(s) recorded, {row['calls']:,} calls of one; {row['took_s']:.0f} s and "
+        f"{row['peak_nbytes'] / GB:.1f} GB here; compute foretold {row['foretold_compute_s']:.3f} s"
+        for row in jobs
+    ]
+    return "\n".join([title, "", shown, "", *notes])
+
+
+REPORT = Report(
+    "A step of many ranks, simulated",
+    text,
+    {
+        "job": "layout ranks ranks_per_node stage recorded calls step_s spent idle_s between_nbytes messages links "
+        "binds foretold_s foretold_compute_s took_s peak_nbytes",
+        "layout": "layout seconds step_s links binds",
+    },
+)
 
 if __name__ == "__main__":
     run(main)

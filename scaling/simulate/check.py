@@ -2,9 +2,9 @@
 
     python -m tests.cluster --hosts 4 --ranks-per-host 2 --rate 250 -- -m scaling.simulate.check --rate_mbit 250
 
-Owns: the order of a run, and what is probed for it. Must not know: how a layout is trained or simulated. Each layout is
-trained in turns, as ``scaling.layouts`` does. Each rank then records a step of its own against stand-ins, with small
-real tensors and thread time. All are replayed on links of the given rate and the processors that are there.
+Each layout is trained in turns, as ``scaling.layouts`` does. Each rank then records a step of its own against
+stand-ins, with small real tensors and thread time. All are replayed on links of the given rate and the processors that
+are there.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -26,30 +25,37 @@ import numpy.typing as npt
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options.reading import parse_command_line
+from scaling.evidence.harness import (
+    Report,
+    at_least,
+    in_turns,
+    on_ranks,
+    options_of,
+    placement,
+    seconds,
+)
 from scaling.evidence.record import (
-    Recorder,
     Row,
-    circumstances,
+    emulated,
+    head_of,
     of_kind,
-    path_of,
     read_rows,
+    run_row,
     where_and_when,
 )
-from scaling.evidence.table import table
-from scaling.layouts.cases import Case, cases_on
-from scaling.layouts.sizes import Sizes
+from scaling.evidence.spread import by_round, table
+from scaling.layouts.cases import Case, Sizes, cases_on
+from scaling.simulate import __main__ as simulate
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
     from hpczero.job.topology import Topology
-    from scaling.simulate.links import Network
+    from scaling.simulate.replay import Network
 
 MTU = 9000  # of the links of tests.cluster
-PAYLOAD = (MTU - 52) / (
-    MTU + 14
-)  # of what a link carries: without headers of TCP with time stamps, IP and Ethernet
+# Of what a link carries: without headers of TCP with time stamps, IP and Ethernet.
+PAYLOAD = (MTU - 52) / (MTU + 14)
 PROBE_NUMEL = 2**20
 NEAR = 0.2
 
@@ -83,7 +89,7 @@ class Options(Sizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("rounds", "steps", "warm_up")
+        at_least(self, rounds=1, steps=1, warm_up=1)
         if not 0 < self.rate_mbit < 1e9:
             raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected a number above 0")
         if self.beside is not None and not Path(self.beside).is_file():
@@ -93,30 +99,16 @@ class Options(Sizes):
 
 
 def main() -> int:
-    """Compare; rank 0 writes the rows and prints the table. Collective over MPI's world."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.simulate.check",
-        description="Measured steps of layouts beside simulated ones; start it under mpirun on emulated hosts.",
-        default=Options(),
+    """Compare, write the rows, print the table. Collective over MPI's world."""
+    said = (
+        "Measured steps of layouts beside simulated ones; start it under mpirun on emulated hosts."
     )
-    # Here and not at the top: this import starts MPI, which --help and bad options must not do.
-    from hpczero.job.launch import start_topology
-    from scaling.evidence.clock import placement
+    return on_ranks(options_of(Options, "simulate.check", said), _measured, REPORT)
 
-    topology = start_topology(None)
+
+def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
     label = f"{placement(topology)}{'-emulated' if options.emulated else ''}"
-    path = path_of(f"simulate-{label}-{options.rate_mbit:g}mbit", options.results)
-    with Recorder(path) if topology.is_root else nullcontext() as recorder:
-        for row in compare(topology, options):
-            if recorder is not None:
-                recorder.write(row.pop("kind"), row)
-    if recorder is not None:
-        sys.stdout.write(f"\n{text(recorder.rows)}\n")
-        sys.stderr.write(f"rows in {path}\n")
-    topology.free()
-    return 0
+    return f"simulate-{label}-{options.rate_mbit:g}mbit", compare(topology, options)
 
 
 def compare(topology: Topology, options: Options) -> Iterator[Row]:
@@ -125,29 +117,23 @@ def compare(topology: Topology, options: Options) -> Iterator[Row]:
     Raises:
         ConfigError: layouts that there are not, or ranks that do not lie node after node.
     """
-    import torch
+    from scaling.simulate.replay import Network
 
-    from scaling.evidence.clock import placement
-    from scaling.simulate.links import Network
-
-    torch.set_num_threads(1)
     with topology.agreed("choose the layouts"):
         cases = _cases(topology, options)
-    yield {
-        "kind": "run",
-        **circumstances(),
-        "ranks": topology.size,
-        "placement": placement(topology),
-        "emulated": bool(options.emulated),
-        "rate_mbit": options.rate_mbit,
-        "rounds": options.rounds,
-        "beside": options.beside,
-        "description": options.work.describe(),
-    }
+    yield run_row(
+        options,
+        "rate_mbit rounds beside",
+        ranks=topology.size,
+        placement=placement(topology),
+        emulated=bool(options.emulated),
+        description=options.work.describe(),
+    )
     if options.beside is None:
         seen = _seen(topology, cases, options)
     else:
-        seen = earlier(Path(options.beside))
+        turns = read_rows(Path(options.beside))
+        seen = by_round(turns, "turn", itemgetter("layout"), itemgetter("seconds"))
         cases = [case for case in cases if case.name in seen]
     small_s, latency_s, byte_s, inside = _probe(topology)
     network = Network(
@@ -166,7 +152,7 @@ def compare(topology: Topology, options: Options) -> Iterator[Row]:
         yield {
             "kind": "layout",
             "layout": case.name,
-            "seconds": seen[case.name],
+            "seconds": [*seen[case.name].values()],
             **_simulated(topology, case, network),
         }
 
@@ -180,30 +166,23 @@ def _cases(topology: Topology, options: Options) -> list[Case]:
     return cases_on(topology.world.nodes, options.work, options.only or None)
 
 
-def earlier(path: Path) -> dict[str, list[float]]:
-    """Seconds of a step of each layout, by round, in rows of ``scaling.layouts``."""
-    found: dict[str, list[float]] = {}
-    for row in of_kind(read_rows(path), "turn"):
-        found.setdefault(row["layout"], []).append(row["seconds"])
-    return found
-
-
-def _seen(topology: Topology, cases: Sequence[Case], options: Options) -> dict[str, list[float]]:
+def _seen(
+    topology: Topology, cases: Sequence[Case], options: Options
+) -> dict[str, dict[int, float]]:
     """Seconds of a step of each layout, by round."""
-    from scaling.evidence.clock import seconds
     from scaling.layouts.training import Training
 
     nodes = [topology.world.nodes.index(node) for node in topology.world.nodes for _ in node]
     trainings = {case.name: Training(topology, nodes, case, algorithms="default") for case in cases}
     for training in trainings.values():
         training.steps(options.warm_up)
-    order, found = random.Random(options.seed), {name: [] for name in trainings}  # type: ignore[var-annotated]
-    for number in range(options.rounds):
-        for name in order.sample(list(trainings), len(trainings)):
+    program = "simulate.check" if topology.is_root else ""
+    found: dict[str, dict[int, float]] = {name: {} for name in trainings}
+    order = random.Random(options.seed)
+    for number, turn in in_turns([*trainings], options.rounds, order, program=program):
+        for name in turn:
             took = seconds(topology, lambda t=trainings[name]: t.steps(options.steps))  # type: ignore[misc]
-            found[name].append(took / options.steps)
-        if topology.is_root:
-            sys.stderr.write(f"simulate.check: round {number + 1} of {options.rounds} done\n")
+            found[name][number] = took / options.steps
     for training in trainings.values():
         training.close()
     return found
@@ -249,8 +228,7 @@ def _timed(call: Callable[[], object]) -> float:
 def _simulated(topology: Topology, case: Case, network: Network) -> Row:
     """What a replay of all ranks' own recordings says. Collective; the same on every rank."""
     from scaling.simulate.engine import Subject, record
-    from scaling.simulate.matching import check
-    from scaling.simulate.outcome import COMPUTE, WAITS
+    from scaling.simulate.programs import COMPUTE, WAITS, check
     from scaling.simulate.replay import replay
 
     subject = Subject(case.spread, case.options)
@@ -269,15 +247,16 @@ def _simulated(topology: Topology, case: Case, network: Network) -> Row:
 
 
 def text(rows: list[Row]) -> str:
-    """The table; markdown."""
-    (head,) = of_kind(rows, "run")
-    what = "emulated nodes on one machine (not scaling): " if head["emulated"] else ""
+    """Simulated steps beside those of emulated hosts, or those of a job; markdown."""
+    if not any(of_kind(rows, "layout")):
+        return simulate.text(rows)
+    head = head_of(rows)
     seen = f"{head['rounds']} rounds"
     if head["beside"]:
         seen = f"simulated here, seen by {Path(head['beside']).name} of {Path(head['beside']).parent.name}"
     title = (
-        f"{what}{head['description']}, {head['ranks']} ranks as {head['placement']}, links of {head['rate_mbit']:g} "
-        f"Mbit/s; {seen}. {where_and_when(head)}"
+        f"{emulated(head)}{head['description']}, {head['ranks']} ranks as {head['placement']}, links of "
+        f"{head['rate_mbit']:g} Mbit/s; {seen}. {where_and_when(head)}"
     )
     header = ["layout", "seen, s", "simulated, s", "simulated / seen", "links carry, %", "binds"]
     cells, near, layouts = [], 0, list(of_kind(rows, "layout"))
@@ -297,6 +276,8 @@ def text(rows: list[Row]) -> str:
     said = f"{near} of {len(layouts)} within {NEAR:.0%}."
     return "\n".join([title, "", table(header, cells), "", said])
 
+
+REPORT = Report(simulate.REPORT.title, text, simulate.REPORT.needs)
 
 if __name__ == "__main__":
     run(main)

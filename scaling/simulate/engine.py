@@ -1,8 +1,5 @@
 """One rank's step by the real engine, recorded: model, zeroify, passes, clip, optimizer.
 
-Owns: the order in which they are made, as training makes them. Must not know: what the other ranks do, links, time
-beyond this rank's own work.
-
 On a described machine the model lies on the meta device in its true size, and work is counted. Else it lies in memory
 of the host, and work is measured here.
 """
@@ -41,10 +38,6 @@ from hpczero.run.evaluation import Passes, PipelinePasses, PlainPasses
 from hpczero.run.starting.building import divide
 from hpczero.run.step import TrainingStep
 from scaling.contenders.workload import LEARNING_RATE, SEED
-from scaling.simulate.activations import RecordedPath, RecordedStageMessages
-from scaling.simulate.clocks import CountingClock, Fused, Operations, ThreadClock
-from scaling.simulate.cuts import Cuts
-from scaling.simulate.messages import Elsewhere, RecordedReach
 from scaling.simulate.programs import (
     Call,
     Entry,
@@ -56,28 +49,28 @@ from scaling.simulate.programs import (
     Send,
     Work,
 )
-from scaling.simulate.recorder import Recorder
-from scaling.simulate.standin import group_of, topology_of
-from scaling.simulate.transport import transport_of
+from scaling.simulate.recorder import CountingClock, Cuts, Fused, Operations, Recorder, ThreadClock
+from scaling.simulate.standins import (
+    Elsewhere,
+    RecordedPath,
+    RecordedReach,
+    RecordedStageMessages,
+    group_of,
+    topology_of,
+    transport_of,
+)
 
 MEASURED_STEPS = 3  # of which each piece of work counts with its median
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is recorded.
+    """What is recorded."""
 
-    Attributes:
-        spread: the model and its ranks.
-        options: the layout, as the spread has it.
-        machine: whose devices compute; None: this processor, in small.
-        kernels: of one rank of the machine; None takes a roofline of it.
-    """
-
-    spread: Spread
-    options: LayoutOptions
-    machine: Machine | None = None
-    kernels: Kernels | None = None
+    spread: Spread  # the model and its ranks
+    options: LayoutOptions  # the layout, as the spread has it
+    machine: Machine | None = None  # whose devices compute; None: this processor, in small
+    kernels: Kernels | None = None  # of one rank of the machine; None takes a roofline of it
 
     @property
     def places(self) -> Places:
@@ -316,48 +309,46 @@ def _median(lanes: Sequence[Lanes]) -> Lanes:
     """Entries of steps that are alike, with the median of each piece of work."""
     if len(lanes) == 1:
         return lanes[0]
-    shapes = [
-        [[_without_work(e) for e in part if not isinstance(e, Work)] for part in each.values()]
-        for each in lanes
-    ]
-    if any(shape != shapes[0] for shape in shapes[1:]):
-        raise HpcZeroError(
-            "steps of one rank made different calls, expected the same in each; record more warm-up steps"
-        )
     found: dict[str, list[Entry]] = {}
     for name in lanes[0]:
-        works = [_works(each[name]) for each in lanes]
-        entries: list[Entry] = []
-        bare = [entry for entry in lanes[0][name] if not isinstance(entry, Work)]
-        for place in range(len(bare) + 1):
-            before = [each[place] for each in works]
-            entries += _middle([pair[0] for pair in before])
-            if place < len(bare):
-                entry = bare[place]
-                if isinstance(entry, Call):
-                    own = _middle([pair[1] for pair in before])
-                    entry = replace(entry, work=own[0] if own else Work())
-                entries.append(entry)
-        found[name] = entries
+        steps = [_pairs(each.get(name, ())) for each in lanes]
+        bare = [[_with_work(entry, Work()) for _, entry in step] for step in steps]
+        if any(other != bare[0] for other in bare) or any(
+            each.keys() != lanes[0].keys() for each in lanes
+        ):
+            raise HpcZeroError(
+                "steps of one rank made different calls, expected the same in each; record more warm-up steps"
+            )
+        found[name] = [each for pairs in zip(*steps, strict=True) for each in _middle(pairs)]
     return found
 
 
-def _works(lane: Sequence[Entry]) -> list[tuple[Work, Work]]:
-    """Work before each entry, and in it; after the last one too."""
-    found, before = [], Work()
+def _pairs(lane: Sequence[Entry]) -> list[tuple[Work, Entry | None]]:
+    """Each entry with the work before it; at the end the work after the last one."""
+    found: list[tuple[Work, Entry | None]] = []
+    before = Work()
     for entry in lane:
         if isinstance(entry, Work):
             before += entry
         else:
-            found.append((before, entry.work if isinstance(entry, Call) else Work()))
+            found.append((before, entry))
             before = Work()
-    return [*found, (before, Work())]
+    return [*found, (before, None)]
 
 
-def _middle(works: Sequence[Work]) -> list[Work]:
-    work = Work(median(each.device_s for each in works), median(each.host_s for each in works))
-    return [work] if work else []
+def _middle(pairs: Sequence[tuple[Work, Entry | None]]) -> Iterator[Entry]:
+    """The median work before an entry, and the entry with the median of the work in it."""
+    work, (_, entry) = _median_work([before for before, _ in pairs]), pairs[0]
+    if work:
+        yield work
+    if entry is not None:
+        inside = [other.work for _, other in pairs if isinstance(other, Call)]
+        yield _with_work(entry, _median_work(inside)) if inside else entry
 
 
-def _without_work(entry: Entry) -> Entry:
-    return replace(entry, work=Work()) if isinstance(entry, Call) else entry
+def _median_work(works: Sequence[Work]) -> Work:
+    return Work(median(each.device_s for each in works), median(each.host_s for each in works))
+
+
+def _with_work(entry: Any, work: Work) -> Any:
+    return replace(entry, work=work) if isinstance(entry, Call) else entry

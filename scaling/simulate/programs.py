@@ -1,18 +1,23 @@
-"""Programs: what one rank does in a step, lane by lane, as data.
-
-Owns: the kinds of entries, and which ranks a communicator joins. Must not know: how they were recorded, how long
-anything takes, MPI, torch.
+"""Programs: what each rank does in a step, lane by lane, as data; whether they fit together; what comes of them.
 
 A lane is a thread: ``main`` computes, and each queue of the transport has one that moves bytes. Entries of a lane come
 one after the other. Lanes wait for each other by tokens.
+
+On a communicator all ranks make the same calls in the same order: operation, name, dtype, bytes. Each message meets a
+receive of the same rank, tag, dtype and size, in the same order. What fits pairwise and still stands still as a whole
+is found by the replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import zip_longest
 
+from hpczero.errors import HpcZeroError
+from hpczero.job.group import spans
 from hpczero.job.mesh import Mesh
 
 MAIN = "main"
@@ -83,29 +88,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Send:
-    """A message to one rank is started, and goes on by itself.
-
-    Attributes:
-        comm: name of the communicator.
-        peer: place of the other rank in it.
-        tag: messages of one tag arrive in order.
-        nbytes: of the message.
-        dtype: of it.
-        name: what it is.
-    """
-
-    comm: str
-    peer: int
-    tag: int
-    nbytes: int
-    dtype: str
-    name: str
-
-
-@dataclass(frozen=True)
 class Post:
-    """From now on a message may come; attributes as of ``Send``."""
+    """From now on a message may come: communicator, place of the other rank in it, tag; those of one tag keep order."""
 
     comm: str
     peer: int
@@ -113,15 +97,20 @@ class Post:
 
 
 @dataclass(frozen=True)
-class Receive:
-    """Wait for a message; attributes as of ``Send``."""
-
-    comm: str
-    peer: int
-    tag: int
+class _Message(Post):
     nbytes: int
     dtype: str
     name: str
+
+
+@dataclass(frozen=True)
+class Send(_Message):
+    """A message to one rank is started, and goes on by itself."""
+
+
+@dataclass(frozen=True)
+class Receive(_Message):
+    """Wait for a message."""
 
 
 @dataclass(frozen=True)
@@ -145,17 +134,11 @@ Lanes = Mapping[str, Sequence[Entry]]
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's step.
+    """One rank's step."""
 
-    Attributes:
-        rank: of the world.
-        lanes: entries of each lane. Ranks that do the same share one object.
-        comms: world ranks of each communicator, in its order.
-    """
-
-    rank: int
-    lanes: Lanes
-    comms: Mapping[str, tuple[int, ...]]
+    rank: int  # of the world
+    lanes: Lanes  # entries of each lane. Ranks that do the same share one object
+    comms: Mapping[str, tuple[int, ...]]  # world ranks of each communicator, in its order
 
     def entries(self) -> Iterator[Entry]:
         """Of all lanes."""
@@ -170,28 +153,18 @@ class Program:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a communicator comes from, so that another rank's with the same place in the job can be told.
+    """Where a communicator comes from, so that another rank's with the same place in the job can be told."""
 
-    Attributes:
-        degrees: of the mesh, that its group shares.
-        kind: ``comm``, ``ordered``, ``node`` or ``rail`` of that group.
-    """
-
-    degrees: tuple[str, ...]
-    kind: str
+    degrees: tuple[str, ...]  # of the mesh, that its group shares
+    kind: str  # ``comm``, ``ordered``, ``node`` or ``rail`` of that group
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the ranks of a job are.
+    """Where the ranks of a job are."""
 
-    Attributes:
-        mesh: degrees.
-        per_node: ranks of a node; nodes are filled one after the other.
-    """
-
-    mesh: Mesh
-    per_node: int
+    mesh: Mesh  # degrees
+    per_node: int  # ranks of a node; nodes are filled one after the other
 
     def node(self, rank: int) -> int:
         """Of a world rank."""
@@ -265,3 +238,183 @@ def expanded(
         program, origins = kinds[kind]
         found.append(like(program, rank, origins, places))
     return found
+
+
+Members = tuple[str, tuple[int, ...]]
+Way = tuple[str, int, int, int]  # communicator, source, target, tag
+Signature = tuple[str, str, str, int]
+
+
+class OrderError(HpcZeroError):
+    """Ranks of a job would not meet: names the first rank that differs, the position, and what each calls."""
+
+
+def check(programs: Sequence[Program]) -> None:
+    """Refuse programs that do not fit together.
+
+    Args:
+        programs: of all ranks, in rank order.
+
+    Raises:
+        OrderError: the first difference; the program of most ranks is taken to be right.
+    """
+    _check_calls(programs)
+    _check_messages(programs)
+
+
+def _check_calls(programs: Sequence[Program]) -> None:
+    calls = _Calls()
+    groups: dict[Members, set[Hashable]] = {}
+    for program in programs:
+        for name, ranks in program.comms.items():
+            if len(ranks) > 1:
+                kinds = groups.setdefault((name, ranks), set())
+                kinds.add(calls.kind(program, name))
+    for (name, ranks), kinds in groups.items():
+        if len(kinds) > 1:
+            raise _difference(name, ranks, [calls.of(programs[rank], name) for rank in ranks])
+    _check_members(programs)
+
+
+class _Calls:
+    """Calls of each rank by communicator; those of lanes that ranks share are collected once."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[str, tuple[Call, ...]]] = {}
+        self._numbers: dict[tuple[Signature, ...], int] = {}
+        self._kinds: dict[tuple[int, str], int] = {}
+
+    def of(self, program: Program, comm: str) -> tuple[Call, ...]:
+        key = id(program.lanes)
+        if key not in self._found:
+            found: dict[str, list[Call]] = defaultdict(list)
+            for call in program.calls:
+                found[call.comm].append(call)
+            self._found[key] = {name: tuple(calls) for name, calls in found.items()}
+        return self._found[key].get(comm, ())
+
+    def kind(self, program: Program, comm: str) -> int:
+        """A number that is equal for equal sequences."""
+        key = id(program.lanes), comm
+        if key not in self._kinds:
+            sequence = tuple(call.signature for call in self.of(program, comm))
+            self._kinds[key] = self._numbers.setdefault(sequence, len(self._numbers))
+        return self._kinds[key]
+
+
+def _difference(name: str, ranks: Sequence[int], calls: Sequence[Sequence[Call]]) -> OrderError:
+    """The first position at which not all are alike."""
+    for position, there in enumerate(zip_longest(*calls)):
+        said = [None if call is None else call.signature for call in there]
+        usual, _ = Counter(said).most_common(1)[0]
+        odd = [place for place, signature in enumerate(said) if signature != usual]
+        if odd:
+            mine, others = there[odd[0]], there[said.index(usual)]
+            alike = [ranks[place] for place in odd if said[place] == said[odd[0]]]
+            return OrderError(
+                f"rank {ranks[odd[0]]}: call {position + 1} over {name} (ranks {spans(ranks)}) is "
+                f"{mine or 'missing'}, expected {others or 'none'} as on {len(ranks) - len(odd)} of {len(ranks)} "
+                f"ranks; differing alike: {spans(alike)}. Make the same calls in the same order on all of them"
+            )
+    raise AssertionError("sequences of different kinds differ somewhere")
+
+
+def _check_members(programs: Sequence[Program]) -> None:
+    """Every rank of a communicator must know it with the same ranks."""
+    for program in programs:
+        for name, ranks in program.comms.items():
+            for rank in ranks:
+                theirs = programs[rank].comms.get(name)
+                if theirs != ranks:
+                    raise OrderError(
+                        f"rank {rank}: communicator {name} has the ranks {theirs and spans(theirs)}, expected "
+                        f"{spans(ranks)} as on rank {program.rank}; give all ranks the same mesh and nodes"
+                    )
+
+
+def _check_messages(programs: Sequence[Program]) -> None:
+    sent: dict[Way, list[Send]] = defaultdict(list)
+    taken: dict[Way, list[Receive]] = defaultdict(list)
+    for program in programs:
+        for entry, way in _ways(program):
+            if isinstance(entry, Send):
+                sent[way].append(entry)
+            else:
+                taken[way].append(entry)
+    for way in [*sent, *(way for way in taken if way not in sent)]:
+        comm, source, target, _ = way
+        for position, (one, other) in enumerate(zip_longest(sent[way], taken[way])):
+            mine = one and (one.nbytes, one.dtype)
+            theirs = other and (other.nbytes, other.dtype)
+            if mine != theirs:
+                raise OrderError(
+                    f"rank {source}: message {position + 1} over {comm} to rank {target} is {_said(one)}, and rank "
+                    f"{target} expects {_said(other)}; send and receive the same in the same order"
+                )
+
+
+def _ways(program: Program) -> Iterator[tuple[Send | Receive, Way]]:
+    """Each message with its communicator, source, target and tag."""
+    for entry in program.entries():
+        if isinstance(entry, (Send, Receive)):
+            peer = program.comms[entry.comm][entry.peer]
+            ends = (program.rank, peer) if isinstance(entry, Send) else (peer, program.rank)
+            yield entry, (entry.comm, ends[0], ends[1], entry.tag)
+
+
+def _said(message: Send | Receive | None) -> str:
+    return (
+        "none"
+        if message is None
+        else f"{message.name} ({message.nbytes:,} bytes of {message.dtype})"
+    )
+
+
+# What a lane does or waits for. Waiting of the main lane for another one counts as what that one does meanwhile.
+COMPUTE, PEERS, BETWEEN, INSIDE, HOST, STAGES, LANE = (
+    "compute",
+    "other ranks",
+    "links between nodes",
+    "links inside nodes",
+    "sums and messages of the host",
+    "other stages",
+    "another lane",
+)
+WAITS = (PEERS, BETWEEN, INSIDE, HOST, STAGES)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step of all ranks.
+
+    Attributes:
+        step_s: from the first event to the last.
+        spent: of each rank, seconds of its main lane by what it did or waited for.
+        between_nbytes: of each rank, sent to other nodes.
+        inside_nbytes: of each rank, sent to or read by ranks of its node.
+        messages: of each rank, to other nodes, as far as its own code sends them.
+        links: share of the step in which a node's links between nodes carry anything, the most of all nodes.
+        used: bytes that these links carried, of those they could have carried in the step.
+    """
+
+    step_s: float
+    spent: list[dict[str, float]]
+    between_nbytes: list[int]
+    inside_nbytes: list[int]
+    messages: list[int]
+    links: float
+    used: float
+
+    @property
+    def idle_s(self) -> list[float]:
+        """Of each rank, seconds in which it computes nothing."""
+        return [self.step_s - spent.get(COMPUTE, 0.0) for spent in self.spent]
+
+    def mean(self, what: str) -> float:
+        """Seconds over all ranks."""
+        return sum(spent.get(what, 0.0) for spent in self.spent) / len(self.spent)
+
+    @property
+    def binds(self) -> str:
+        """What ranks spend most of the step with."""
+        return max((COMPUTE, *WAITS), key=self.mean)

@@ -4,9 +4,7 @@
     python -m scaling.sweep layouts --ranks 4 --models tiny --layouts plain tensor=2 pipeline=2,shard=node --batches 16
     python -m scaling.sweep weak --by sbatch --ranks 8 16 32 --ranks_per_node 8 -- --partition=gpu --time=30:00
 
-Owns: which points are left to do, in which order they are started, collecting their rows into one file, which
-``python -m scaling.report`` reads. Must not know: what a point measures, how a job is started, what lies where in the
-folder of a study.
+The rows of all points are collected into one file, which ``python -m scaling.report`` reads.
 """
 
 from __future__ import annotations
@@ -24,10 +22,18 @@ import tyro
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options.reading import parse_command_line
 from hpczero.options.values import Transport
+from scaling.evidence.harness import at_least, say
 from scaling.evidence.record import Recorder, Row, circumstances, commit, cores, names_code
-from scaling.sweep.folder import StudyFolder, read_job, write_job
-from scaling.sweep.launchers import Local, Slurm, absolute
-from scaling.sweep.setting import Setting, local, slurm
+from scaling.sweep.jobs import (
+    Setting,
+    Slurm,
+    StudyFolder,
+    local_setting,
+    read_job,
+    run_here,
+    slurm_setting,
+    write_job,
+)
 from scaling.sweep.study import DEFAULT_STEPS, Grid, Point, parse_layout
 
 
@@ -100,10 +106,7 @@ class Options:
         for name in ("ranks", "batches", "ranks_per_node"):
             if min(getattr(self, name) or (1,)) < 1:
                 raise ConfigError(f"--{name}: got {getattr(self, name)}, expected 1 or above")
-        for name in ("steps", "warm_up", "threads", "jobs", "micro_batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name}: got {value}, expected at least 1")
+        at_least(self, steps=1, warm_up=1, threads=1, jobs=1, micro_batch=1)
         if self.checkpoint_every < 0:
             raise ConfigError(
                 f"--checkpoint_every: got {self.checkpoint_every}, expected 0 or above"
@@ -121,18 +124,10 @@ class Options:
     @property
     def grid(self) -> Grid:
         """What is varied."""
-        return Grid(
-            kind=self.kind,
-            grow=bool(self.grow),
-            models=self.models,
-            stages=self.stages,
-            ranks=self.ranks,
-            batches=self.batches,
-            ranks_per_node=self.ranks_per_node,
-            jobs=self.jobs,
-            micro_batch=self.micro_batch,
-            layouts=[parse_layout(text) for text in self.layouts or ("plain",)],
-        )
+        names = ("kind", "models", "stages", "ranks", "batches", "ranks_per_node", "jobs")
+        alike = {name: getattr(self, name) for name in (*names, "micro_batch")}
+        layouts = [parse_layout(text) for text in self.layouts or ("plain",)]
+        return Grid(grow=bool(self.grow), layouts=layouts, **alike)
 
     @property
     def threads_per_rank(self) -> int:
@@ -145,15 +140,9 @@ class Options:
     @property
     def points(self) -> list[Point]:
         """All of the study."""
-        return self.grid.points(
-            threads=self.threads_per_rank,
-            precision=self.precision,
-            transport=self.transport,
-            device=self.device,
-            steps=self.steps,
-            warm_up=self.warm_up,
-            checkpoint_every=self.checkpoint_every,
-        )
+        names = ("precision", "transport", "device", "steps", "warm_up", "checkpoint_every")
+        settings = {name: getattr(self, name) for name in names}
+        return self.grid.points(threads=self.threads_per_rank, **settings)
 
 
 def main() -> int:
@@ -168,11 +157,12 @@ def main() -> int:
     )
     if for_sbatch and options.by != "sbatch":
         raise ConfigError(f"got {shlex.join(for_sbatch)} after --, which only --by sbatch takes")
-    folder = StudyFolder(absolute(options.folder), options.kind)
+    # Where the user is, which is not where a job starts.
+    folder = StudyFolder(Path(options.folder).expanduser().absolute(), options.kind)
     if options.collect:
         return collect(folder)
     points, now = options.points, commit()
-    known = slurm(for_sbatch) if options.by == "sbatch" else local()
+    known = slurm_setting(for_sbatch) if options.by == "sbatch" else local_setting()
     # Code without a name: what was measured with it may have been measured with other code.
     reusable = bool(options.any_commit) or names_code(now)
     left = [
@@ -182,7 +172,7 @@ def main() -> int:
         or folder.finished(p, now, known, any_commit=bool(options.any_commit))[0] is None
     ]
     folder.write_plan(plan_head(options, now, known), points)
-    say(f"{len(points)} points, {len(points) - len(left)} done already, commit {now}")
+    say("sweep", f"{len(points)} points, {len(points) - len(left)} done already, commit {now}")
     if options.by == "sbatch" and left:
         submit(options, folder, left, Order(now, known), for_sbatch)
         return 0
@@ -208,15 +198,10 @@ def plan_head(options: Options, now: str, known: Setting) -> Row:
 
 @dataclass(frozen=True)
 class Order:
-    """What all points of one call have in common, and a job is told.
+    """What all points of one call have in common, and a job is told."""
 
-    Attributes:
-        commit: as the submitter sees it; a compute node may have no git.
-        setting: known beforehand.
-    """
-
-    commit: str
-    setting: Setting
+    commit: str  # as the submitter sees it; a compute node may have no git
+    setting: Setting  # known beforehand
 
     def key(self, point: Point) -> str:
         """Of the files of ``point``."""
@@ -225,30 +210,23 @@ class Order:
     def arguments(self, point: Point, path: Path) -> list[str]:
         """Of Python, for a job that measures ``point`` and writes its row to ``path``."""
         order = {"key": self.key(point), "commit": self.commit, "setting": self.setting}
-        return [
-            "-m",
-            "scaling.sweep.point",
-            json.dumps({**order, "point": point.as_json()}),
-            str(path),
-        ]
+        asked = json.dumps({**order, "point": point.as_json()})
+        return ["-m", "scaling.sweep.point", asked, str(path)]
 
 
 def measure(options: Options, folder: StudyFolder, points: Sequence[Point], order: Order) -> int:
     """All ``points`` here, one after the other; returns how many failed. A failure does not keep the others."""
-    launcher, failed = Local(options.limit_s), 0
+    failed = 0
     folder.forget([order.key(point) for point in points])
     for number, point in enumerate(points, start=1):
-        say(f"[{number}/{len(points)}] {point.describe()}")
+        say("sweep", f"[{number}/{len(points)}] {point.describe()}")
+        arguments = order.arguments(point, folder.point(order.key(point)))
+        sizes = {"ranks": point.ranks, "nodes": point.nodes, "threads": point.threads}
         try:
-            launcher.start(
-                order.arguments(point, folder.point(order.key(point))),
-                ranks=point.ranks,
-                nodes=point.nodes,
-                threads=point.threads,
-            )
+            run_here(arguments, options.limit_s, **sizes)
         except HpcZeroError as error:
             failed += 1
-            say(f"failed: {point.describe()}: {error}")
+            say("sweep", f"failed: {point.describe()}: {error}")
     return failed
 
 
@@ -265,7 +243,7 @@ def submit(
         HpcZeroError: sbatch refused, or squeue could not say what is queued; what was submitted before is collected.
     """
     launcher = Slurm(for_sbatch, folder.path / "logs", in_turn=bool(options.in_turn))
-    known = dict(folder.jobs([order.key(point) for point in points]))
+    known = folder.jobs([order.key(point) for point in points])
     collector = read_job(folder.collector)
     clusters = order.setting.get("clusters", "")
     queued = launcher.queued([*known.values(), *filter(None, [collector])], clusters)
@@ -274,7 +252,7 @@ def submit(
     for point in points:
         key = order.key(point)
         if known.get(key) in queued:
-            say(f"in the queue already: {point.describe()} ({known[key]})")
+            say("sweep", f"in the queue already: {point.describe()} ({known[key]})")
             continue
         folder.forget([key])
         try:
@@ -290,7 +268,7 @@ def submit(
             break
         write_job(folder.job(key), job)
         jobs.append(job)
-        say(f"job {job}: {point.describe()}")
+        say("sweep", f"job {job}: {point.describe()}")
     if len(jobs) > waiting or (jobs and collector not in queued):
         last = launcher.submit(
             ["-m", "scaling.sweep", options.kind, "--folder", str(folder.path), "--collect"],
@@ -300,10 +278,11 @@ def submit(
             name=f"{options.kind}-collect",
         )
         write_job(folder.collector, last)
-        say(f"job {last}: collects into {folder.rows}, when the others have ended")
+        say("sweep", f"job {last}: collects into {folder.rows}, when the others have ended")
     if problem is not None:
         say(
-            f"{len(jobs)} of {len(points)} points are in the queue; the same command submits the rest"
+            "sweep",
+            f"{len(jobs)} of {len(points)} points are in the queue; the same command submits the rest",
         )
         raise problem
 
@@ -339,8 +318,8 @@ def collect(folder: StudyFolder) -> int:
         recorder.write("run", {**circumstances(), **head, **asked})
         for row in found:
             recorder.write("point", {name: value for name, value in row.items() if name != "kind"})
-    say(f"{len(found)} of {len(points)} points in {folder.rows}; left out: {left_out}")
-    say(f"next: python -m scaling.report {folder.rows}")
+    say("sweep", f"{len(found)} of {len(points)} points in {folder.rows}; left out: {left_out}")
+    say("sweep", f"next: python -m scaling.report {folder.rows}")
     return 0
 
 
@@ -350,12 +329,6 @@ def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         return words, ()
     place = words.index("--")
     return words[:place], words[place + 1 :]
-
-
-def say(line: str) -> None:
-    """Progress, on stderr."""
-    sys.stderr.write(f"sweep: {line}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""Figures of a scaling study.
-
-Owns: what is drawn from the numbers of `scaling.sweep.curves`. Must not know: how they were formed. Every axis has its
-unit, every figure says when it is no scaling.
-"""
+"""Figures of a scaling study; every axis has its unit, every figure says when it is no scaling."""
 
 from __future__ import annotations
 
@@ -10,13 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpczero.errors import ConfigError
+from scaling.evidence.harness import Report
 from scaling.evidence.plot import COLOURS, distinct, new_figure
-from scaling.evidence.record import Row, of_kind
-from scaling.evidence.resampling import Ratio
+from scaling.evidence.record import Row, head_of, of_kind
 from scaling.sweep.curves import (
     PARTS,
     Curve,
     Measured,
+    Ratio,
     busy,
     commits,
     computes_on,
@@ -24,7 +22,7 @@ from scaling.sweep.curves import (
     loss_difference,
     parity_groups,
 )
-from scaling.sweep.report import CHECKPOINT, MIB, bars_are_intervals
+from scaling.sweep.report import CHECKPOINT, MIB, bars_are_intervals, text
 from scaling.sweep.study import Point
 
 if TYPE_CHECKING:  # see scaling.evidence.plot
@@ -35,7 +33,7 @@ if TYPE_CHECKING:  # see scaling.evidence.plot
 
 def draw(rows: list[Row], path: Path) -> None:
     """All figures, as ``<stem>-<figure><suffix>`` beside ``path``; its suffix says PNG or SVG."""
-    layouts = next(of_kind(rows, "run"))["study"] == "layouts"
+    layouts = head_of(rows)["study"] == "layouts"
     for name, make in FIGURES.items():
         if layouts and make is scaling_figure:  # of one number of ranks
             continue
@@ -171,7 +169,7 @@ def _figure(
     rows: list[Row], panels: int, *, width: float, height: float
 ) -> tuple[Figure, list[Axes]]:
     figure = new_figure(width, height, dpi=110)
-    head, points = next(of_kind(rows, "run")), list(of_kind(rows, "point"))
+    head, points = head_of(rows), list(of_kind(rows, "point"))
     devices = " | ".join(sorted({computes_on(row) for row in points}))
     where = f"{devices}, commit {commits(rows)}, {max(row['date'] for row in points)[:10]}"
     title = f"{head['study']} scaling: {where}"
@@ -236,3 +234,25 @@ def _plain_numbers(axis: Axis) -> None:
     from matplotlib.ticker import ScalarFormatter
 
     axis.set_major_formatter(ScalarFormatter())
+
+
+def is_point(row: Row) -> bool:
+    """Whether a row is a point with at least one step, in all its parts."""
+    try:
+        Point.of_json(row["point"])
+        return all(row["samples_ms"][part] for part in (*PARTS, CHECKPOINT))
+    except (ConfigError, KeyError, TypeError):
+        return False
+
+
+REPORT = Report(
+    "Weak and strong scaling",
+    text,
+    {
+        "run": "study grow definition points_asked points_done malformed steps warm_up",
+        "point": "cpu cores commit date point versions mpi python kernel memory_gib threads placement hosts emulated "
+        "oversubscribed transport flops_per_token samples_ms losses pss_peak_nbytes pss_baseline_nbytes ledger_nbytes "
+        "planned foreign_share probe",
+    },
+    draw,
+)

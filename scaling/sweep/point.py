@@ -1,7 +1,6 @@
 """One point of a scaling study, as one MPI job: ``mpirun -n 2 python -m scaling.sweep.point JSON FILE``.
 
-Owns: the loop that is timed, and what a row says of it. Must not know: the study, the other points, how jobs are
-started. Every rank times its own steps; rank 0 writes the row when all is done, so a file is either whole or not there.
+Every rank times its own steps; rank 0 writes the row when all is done, so a file is either whole or not there.
 The steps are those of training (``hpczero.run.step``); the tokens are drawn at random and lie in memory.
 
 A device does later what the host starts now. Before a clock is read that separates one part of a step from the next,
@@ -11,6 +10,7 @@ clock says (``hpczero.comm.calls``).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import ConfigError, run
-from scaling.contenders.workload import LEARNING_RATE
-from scaling.evidence.neighbours import Host, Share, cpus, foreign_share, numbers, oversubscribed
+from scaling.evidence.host import Host, Share, cpus, foreign_share, numbers, oversubscribed
 from scaling.evidence.record import UNKNOWN, Row, circumstances
 from scaling.sweep.study import Point
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 MEMORY_STEPS = 3  # after the timed ones, while a thread looks at the PSS
 NUM_TOKENS = 2**20
 PARTS = ("compute", "communication", "optimizer", "data", "other", "checkpoint")
+MEMORY = ("pss_peak_nbytes", "pss_baseline_nbytes", "ledger_nbytes", "device_peak_nbytes")
 
 
 def main() -> int:
@@ -117,9 +117,8 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
     from hpczero.models.config import parameter_count
     from hpczero.probe.job import measure_kernels as probe
     from scaling.contenders.rank import load_libraries
-    from scaling.evidence.clock import placement
-    from scaling.evidence.cpu import machine_seconds
-    from scaling.evidence.memory import PeakPss, pss_nbytes
+    from scaling.evidence.harness import placement
+    from scaling.evidence.host import PeakPss, machine_seconds, pss_nbytes
 
     load_libraries()
     baseline = pss_nbytes()
@@ -184,12 +183,9 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
             math.fsum(values) / len(values)
             for values in zip(*(rank["losses"] for rank in ranks), strict=True)
         ],
-        "pss_peak_nbytes": [rank["pss_peak_nbytes"] for rank in ranks],
-        "pss_baseline_nbytes": [rank["pss_baseline_nbytes"] for rank in ranks],
-        "ledger_nbytes": [rank["ledger_nbytes"] for rank in ranks],
-        "device_peak_nbytes": [rank["device_peak_nbytes"] for rank in ranks],
+        **{name: [rank[name] for rank in ranks] for name in MEMORY},
         "planned": {
-            **{name: getattr(planned, name) for name in planned.__dataclass_fields__},
+            **dataclasses.asdict(planned),
             "total": planned.total,
             "sent": traffic.nbytes,
         },
@@ -204,73 +200,49 @@ class Trainer:
     def __init__(
         self, topology: Topology, point: Point, stack: ExitStack, accelerator: Accelerator
     ) -> None:
-        import torch
-
-        import hpczero
         from hpczero.adapters.gpt import GPTAdapter
         from hpczero.data import Batches
-        from hpczero.run.evaluation import passes_of
-        from hpczero.run.starting.building import divide
-        from hpczero.run.step import TrainingStep
+        from scaling.contenders.training import GPTTraining
 
-        self.topology, self.point, self.accelerator = topology, point, accelerator
-        adapter = GPTAdapter(point.config)
-        with torch.device("meta"):
-            self.model = adapter.build()
-        initialize = adapter.initializer(self.model, point.seed)
-        divide(point.layout, adapter, self.model, topology)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
-        hpczero.zeroify(
-            self.model,
-            self.optimizer,
-            stage=point.stage,
-            topology=topology,
-            precision=point.precision,
-            transport=point.transport,
-            device=accelerator,
-            initialize=initialize,
-            secondary=point.layout.secondary,
-        )
-        stack.push(self._release)
+        self._topology, self._point = topology, point
         tokens = draw_tokens(point.config.vocab_size, point.seed)
         self._batches = Batches(tokens, point.config.context, point.global_batch, point.seed)
-        self._step = TrainingStep(
-            self.model,
-            self.optimizer,
-            passes=passes_of(
-                point.layout,
-                adapter,
-                self.model,
-                accumulation=point.batch // point.micro_batch,
-                accelerator=accelerator,
-            ),
-            samples=self._samples,
-            accelerator=accelerator,
-            clip=1.0,
+        self._accumulation = point.batch // point.micro_batch
+        self._training = GPTTraining(
+            GPTAdapter(point.config),
+            topology,
+            self._samples,
+            point.layout,
+            accumulation=self._accumulation,
+            device=accelerator,
             exact=True,
+            seed=point.seed,
+            stage=point.stage,
+            precision=point.precision,
+            transport=point.transport,
         )
+        self.model = self._training.model
+        stack.push(self._release)
         self._checkpoints = _checkpoints(self.model, topology, point, stack)
-        self._done = 0
 
     def _release(self, kind: type[BaseException] | None, *_: object) -> None:
-        import hpczero
-
         if kind is None:  # collective: after an error the other ranks may be elsewhere
-            hpczero.release(self.model)
+            self._training.close()
 
     def _samples(self, number: int, micro_step: int) -> tuple[Any, Any]:  # Any: numpy arrays
-        data, accumulation = self.topology.data, self.point.batch // self.point.micro_batch
-        return self._batches.micro_batch(number, micro_step, data.rank, data.size, accumulation)
+        data = self._topology.data
+        return self._batches.micro_batch(
+            number, micro_step, data.rank, data.size, self._accumulation
+        )
 
     def step(self) -> tuple[Any, float]:  # Any: StepSplit, which would load the framework
         """One optimizer step: (its split on this rank, loss of this rank's samples). Collective."""
         from hpczero.run.results.metrics import StepSplit
 
-        taken = self._step.take(self._done)
-        self._done += 1
-        if self._checkpoints is not None and self._done % self.point.checkpoint_every == 0:
+        taken, done = self._training.take(), self._training.taken
+        if self._checkpoints is not None and done % self._point.checkpoint_every == 0:
             with taken.watch.phase("checkpoint"):
-                self._checkpoints.save(self._done)
+                self._checkpoints.save(done)
         return StepSplit.of(taken.watch, taken.step_s), taken.own_loss
 
 

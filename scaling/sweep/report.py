@@ -1,8 +1,4 @@
-"""The report of `scaling.sweep`: its tables and its CSV.
-
-Owns: what is said. Must not know: how it was measured, how numbers are formed (`scaling.sweep.curves`), how they are
-drawn.
-"""
+"""The report of `scaling.sweep`: its tables and its CSV, from the numbers of `scaling.sweep.curves`."""
 
 from __future__ import annotations
 
@@ -14,22 +10,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from scaling.evidence.record import Row, of_kind
-from scaling.evidence.resampling import RESAMPLES, Ratio, ratio_of_jobs
-from scaling.evidence.spread import CONFIDENCE, Spread
-from scaling.evidence.table import table
+from scaling.evidence.record import Row, head_of, of_kind
+from scaling.evidence.spread import CONFIDENCE, Spread, table_of
 from scaling.sweep.curves import (
     PARTS,
+    RESAMPLES,
     Curve,
     Measured,
+    Ratio,
     busy,
     commits,
     computes_on,
     curves,
     loss_difference,
     parity_groups,
+    ratio_of_jobs,
 )
-from scaling.sweep.study import DEFAULT_STEPS
+from scaling.sweep.study import DEFAULT_STEPS, Point
 
 CHECKPOINT = "checkpoint"
 MIB = 2**20
@@ -43,7 +40,7 @@ LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 2**-8, "fp16": 2**-11}
 def text(rows: list[Row]) -> str:
     """Heading, conditions, tables, losses; markdown."""
     parts = [heading(rows), "", *conditions(rows), ""]
-    layouts = next(of_kind(rows, "run"))["study"] == "layouts"
+    layouts = head_of(rows)["study"] == "layouts"
     if layouts:
         parts.append(_layouts_table(rows))
     for curve in curves(rows):
@@ -61,7 +58,7 @@ def text(rows: list[Row]) -> str:
 
 def heading(rows: list[Row]) -> str:
     """What was run, where, when."""
-    head, said = next(of_kind(rows, "run")), label(rows)
+    head, said = head_of(rows), label(rows)
     definition = f"Set up like {head['definition'][0].lower()}{head['definition'][1:]}"
     if busy(rows):
         said += "**Busy machine: these times are no result.** "
@@ -149,24 +146,22 @@ def _mixture(curve: Curve) -> list[str]:
 
 def _scaling_table(curve: Curve) -> str:
     over = f"over {curve.base_ranks} rank{'s' if curve.base_ranks > 1 else ''}"
-    header = ["ranks", "nodes", "step, ms", "predicted, ms", f"speed-up {over}"]
-    header += [f"efficiency {over}", "GFLOP/s/rank"]
-    cells = []
-    for measured in curve.points:
-        base = measured is curve.base
-        ups, efficiency = curve.speed_up(measured), curve.efficiency(measured)
-        cells.append(
-            [
-                str(measured.point.ranks),
-                str(measured.point.nodes),
-                _with_spread(measured.step),
-                "–" if measured.predicted_ms is None else f"{measured.predicted_ms:.1f}",
-                "1" if base else _with_ratio(ups),
-                "1" if base else _with_ratio(efficiency),
-                f"{measured.tflops * 1e3:,.4g}",
-            ]
-        )
-    return table(header, cells)
+
+    def ratio(of: Callable[[Measured], Ratio]) -> Callable[[Measured], str]:
+        return lambda m: "1" if m is curve.base else _with_ratio(of(m))
+
+    return table_of(
+        curve.points,
+        {
+            "ranks": lambda m: str(m.point.ranks),
+            "nodes": lambda m: str(m.point.nodes),
+            "step, ms": lambda m: _with_spread(m.step),
+            "predicted, ms": lambda m: "–" if m.predicted_ms is None else f"{m.predicted_ms:.1f}",
+            f"speed-up {over}": ratio(curve.speed_up),
+            f"efficiency {over}": ratio(curve.efficiency),
+            "GFLOP/s/rank": lambda m: f"{m.tflops * 1e3:,.4g}",
+        },
+    )
 
 
 def _layouts_table(rows: list[Row]) -> str:
@@ -174,63 +169,61 @@ def _layouts_table(rows: list[Row]) -> str:
     order = {json.dumps(row["point"], sort_keys=True): n for n, row in enumerate(rows[1:])}
     found = [curve.base for curve in curves(rows)]
     found.sort(key=lambda one: order[json.dumps(one.rows[0]["point"], sort_keys=True)])
-    cells = []
-    for one in found:
-        point = one.point
-        alike = (point.model, point.stage, point.global_batch, point.nodes)
-        first = next(
-            other
-            for other in found
-            if alike
-            == (other.point.model, other.point.stage, other.point.global_batch, other.point.nodes)
-        )
-        times = point.batch // point.micro_batch
-        cells.append(
-            [
-                f"{point.model}, stage {point.stage}{point.shared or ', plain'}",
-                str(point.nodes),
-                f"{point.data} x {point.micro_batch} x {times}",
-                _with_spread(one.step),
-                "1" if one is first else _with_ratio(ratio_of_jobs(one.jobs_ms, first.jobs_ms)),
-                f"{one.worst('ledger_nbytes') / MIB:,.1f}",
-            ]
-        )
-    header = ["layout", "nodes", "data ranks x micro-batch x times", "step, ms", "over the first"]
-    return table([*header, "ledger, MiB"], cells)
+
+    def alike(one: Measured) -> tuple[object, ...]:
+        return one.point.model, one.point.stage, one.point.global_batch, one.point.nodes
+
+    def over_first(one: Measured) -> str:
+        first = next(other for other in found if alike(other) == alike(one))
+        return "1" if one is first else _with_ratio(ratio_of_jobs(one.jobs_ms, first.jobs_ms))
+
+    def spread_over(point: Point) -> str:
+        return f"{point.data} x {point.micro_batch} x {point.batch // point.micro_batch}"
+
+    return table_of(
+        found,
+        {
+            "layout": lambda one: (
+                f"{one.point.model}, stage {one.point.stage}{one.point.shared or ', plain'}"
+            ),
+            "nodes": lambda one: str(one.point.nodes),
+            "data ranks x micro-batch x times": lambda one: spread_over(one.point),
+            "step, ms": lambda one: _with_spread(one.step),
+            "over the first": over_first,
+            "ledger, MiB": lambda one: f"{one.worst('ledger_nbytes') / MIB:,.1f}",
+        },
+    )
 
 
 def _parts_table(curve: Curve) -> str:
-    header = ["ranks", *(f"{part}, ms" for part in (*PARTS, CHECKPOINT)), "exposed communication"]
-    cells = []
-    for measured in curve.points:
-        parts = {part: measured.part_ms(part) for part in (*PARTS, CHECKPOINT)}
-        step_ms = math.fsum(parts[part] for part in PARTS)
-        cells.append(
-            [
-                str(measured.point.ranks),
-                *(f"{ms:.2f}" for ms in parts.values()),
-                f"{parts['communication'] / step_ms:.1%}",
-            ]
-        )
-    return table(header, cells)
+    def ms(part: str) -> Callable[[Measured], str]:
+        return lambda m: f"{m.part_ms(part):.2f}"
+
+    def exposed(m: Measured) -> str:
+        share = m.part_ms("communication") / math.fsum(m.part_ms(part) for part in PARTS)
+        return f"{share:.1%}"
+
+    return table_of(
+        curve.points,
+        {
+            "ranks": lambda m: str(m.point.ranks),
+            **{f"{part}, ms": ms(part) for part in (*PARTS, CHECKPOINT)},
+            "exposed communication": exposed,
+        },
+    )
 
 
 def _memory_table(curve: Curve) -> str:
-    header = ["ranks", "planned, MiB", "ledger, MiB", "ledger / planned", "PSS over the start, MiB"]
-    on_device = any(m.worst("device_peak_nbytes") for m in curve.points)
-    header += ["peak on the device, MiB"] if on_device else []
-    cells = [
-        [
-            str(m.point.ranks),
-            f"{m.planned_nbytes / MIB:,.1f}",
-            f"{m.worst('ledger_nbytes') / MIB:,.1f}",
-            f"{m.worst('ledger_nbytes') / m.planned_nbytes:.3f}",
-            f"{m.pss_nbytes / MIB:,.1f}",
-            *([f"{m.worst('device_peak_nbytes') / MIB:,.1f}"] if on_device else []),
-        ]
-        for m in curve.points
-    ]
-    return table(header, cells)
+    columns: dict[str, Callable[[Measured], str]] = {
+        "ranks": lambda m: str(m.point.ranks),
+        "planned, MiB": lambda m: f"{m.planned_nbytes / MIB:,.1f}",
+        "ledger, MiB": lambda m: f"{m.worst('ledger_nbytes') / MIB:,.1f}",
+        "ledger / planned": lambda m: f"{m.worst('ledger_nbytes') / m.planned_nbytes:.3f}",
+        "PSS over the start, MiB": lambda m: f"{m.pss_nbytes / MIB:,.1f}",
+    }
+    if any(m.worst("device_peak_nbytes") for m in curve.points):
+        columns["peak on the device, MiB"] = lambda m: f"{m.worst('device_peak_nbytes') / MIB:,.1f}"
+    return table_of(curve.points, columns)
 
 
 def loss_parity(rows: list[Row]) -> list[str]:
@@ -253,73 +246,52 @@ def loss_parity(rows: list[Row]) -> list[str]:
 
 def as_csv(rows: list[Row]) -> str:
     """One line for each point, numbers only, in the units of the column names."""
-    head = next(of_kind(rows, "run"))
     out = io.StringIO()
-    names = [
-        "study",
-        "curve",
-        "model",
-        "stage",
-        "ranks",
-        "nodes",
-        "batch_per_rank",
-        "global_batch",
-        "jobs",
-        "steps",
-        "base_ranks",
-        "computes_on",
-        "mpi",
-        "torch",
-    ]
-    names += ["emulated", "oversubscribed", "step_ms", "step_ms_low", "step_ms_high"]
-    names.append("predicted_ms")
-    names += [
-        "speed_up",
-        "speed_up_low",
-        "speed_up_high",
-        "efficiency",
-        "efficiency_low",
-        "efficiency_high",
-    ]
-    names += ["tflops_per_rank", *(f"{part}_ms" for part in (*PARTS, CHECKPOINT))]
-    names += ["planned_nbytes", "ledger_nbytes", "pss_over_start_nbytes", "commit", "is_interval"]
+    study = head_of(rows)["study"]
+    found = [_numbers(curve, m) for curve in curves(rows) for m in curve.points]
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(names)
-    for curve in curves(rows):
-        for m in curve.points:
-            ups, efficiency, point = curve.speed_up(m), curve.efficiency(m), m.point
-            writer.writerow(
-                [
-                    head["study"],
-                    curve.name,
-                    point.model,
-                    point.stage,
-                    point.ranks,
-                    point.nodes,
-                    point.batch,
-                    point.global_batch,
-                    len(m.rows),
-                    m.step.count,
-                    curve.base_ranks,
-                    _each(m, computes_on),
-                    _each(m, lambda row: row["mpi"]),
-                    _each(m, lambda row: row["versions"].get("torch", "")),
-                    m.rows[0]["emulated"],
-                    m.rows[0]["oversubscribed"],
-                    *(f"{v:.4f}" for v in (m.step.median, m.step.low, m.step.high)),
-                    "" if m.predicted_ms is None else f"{m.predicted_ms:.4f}",
-                    *(f"{v:.4f}" for v in (ups.value, ups.low, ups.high)),
-                    *(f"{v:.4f}" for v in (efficiency.value, efficiency.low, efficiency.high)),
-                    f"{m.tflops:.6f}",
-                    *(f"{m.part_ms(part):.4f}" for part in (*PARTS, CHECKPOINT)),
-                    m.planned_nbytes,
-                    int(m.worst("ledger_nbytes")),
-                    int(m.pss_nbytes),
-                    _each(m, lambda row: row["commit"]),
-                    m.step.is_interval,
-                ]
-            )
+    writer.writerow(["study", *found[0]])
+    writer.writerows([study, *numbers.values()] for numbers in found)
     return out.getvalue()
+
+
+def _numbers(curve: Curve, m: Measured) -> dict[str, object]:
+    """Of one point, by the name of the column."""
+    point = m.point
+
+    def three(name: str, value: float, around: Spread | Ratio) -> dict[str, str]:
+        ends = {"": value, "_low": around.low, "_high": around.high}
+        return {f"{name}{end}": f"{number:.4f}" for end, number in ends.items()}
+
+    ups, efficiency = curve.speed_up(m), curve.efficiency(m)
+    return {
+        "curve": curve.name,
+        "model": point.model,
+        "stage": point.stage,
+        "ranks": point.ranks,
+        "nodes": point.nodes,
+        "batch_per_rank": point.batch,
+        "global_batch": point.global_batch,
+        "jobs": len(m.rows),
+        "steps": m.step.count,
+        "base_ranks": curve.base_ranks,
+        "computes_on": _each(m, computes_on),
+        "mpi": _each(m, lambda row: row["mpi"]),
+        "torch": _each(m, lambda row: row["versions"].get("torch", "")),
+        "emulated": m.rows[0]["emulated"],
+        "oversubscribed": m.rows[0]["oversubscribed"],
+        **three("step_ms", m.step.median, m.step),
+        "predicted_ms": "" if m.predicted_ms is None else f"{m.predicted_ms:.4f}",
+        **three("speed_up", ups.value, ups),
+        **three("efficiency", efficiency.value, efficiency),
+        "tflops_per_rank": f"{m.tflops:.6f}",
+        **{f"{part}_ms": f"{m.part_ms(part):.4f}" for part in (*PARTS, CHECKPOINT)},
+        "planned_nbytes": m.planned_nbytes,
+        "ledger_nbytes": int(m.worst("ledger_nbytes")),
+        "pss_over_start_nbytes": int(m.pss_nbytes),
+        "commit": _each(m, lambda row: row["commit"]),
+        "is_interval": m.step.is_interval,
+    }
 
 
 def _each(measured: Measured, say: Callable[[Row], str]) -> str:

@@ -1,7 +1,5 @@
 """What a study is, weak or strong scaling or one of layouts: its points, and what makes two points the same.
 
-Owns: the definitions, the grid, the key of a point. Must not know: how a point is measured or started, torch, MPI.
-
 Strong: the model and the global batch are fixed, ranks grow. Weak: the batch of each rank is fixed, ranks grow, with
 one model; or, with ``grow``, one model for each number of ranks, larger with the ranks. Layouts: the model, the global
 batch and the ranks are fixed, and ranks share other things.
@@ -34,9 +32,7 @@ DEFINITIONS = {
     "layouts": "Layouts: fixed model, global batch and number of ranks; each layout over the first one, T / T(first).",
 }
 PLAIN = LayoutOptions()
-FILLED = (
-    2  # micro-batches of a pipeline for each stage, where the batch has so many and nobody chose
-)
+FILLED = 2  # micro-batches of a pipeline for each stage, where the batch has so many
 DEFAULT_STEPS = 30  # after warm-up; Hoefler and Belli, SC15, and enough for a 95 % interval
 DEFAULT_BATCH = 4  # sequences of a rank in a weak study
 DEFAULT_MICRO_BATCH = 8  # most of one forward, where the batch is not given
@@ -118,11 +114,7 @@ class Point:
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Point:
-        """What ``as_json`` wrote.
-
-        Raises:
-            ConfigError: it did not.
-        """
+        """What ``as_json`` wrote. Raises ConfigError: it did not."""
         try:
             layout = LayoutOptions(**values.get("layout", {}))
             return cls(**{**values, "config": GPTConfig(**values["config"]), "layout": layout})

@@ -2,25 +2,26 @@
 
     mpirun -n 2 python -m scaling.tiers --folder /local/scratch
 
-Owns: the order of a run. Must not know: how a tier works, the arithmetic of the report. In each round every case runs
-once, all ranks at a time, in an order drawn anew; a step follows its pass.
+In each round every case runs once, all ranks at a time, in an order drawn anew; a step follows its pass. Ratios are
+formed within a round.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hpczero.errors import ConfigError, run
-from hpczero.options.reading import parse_command_line
-from scaling.contenders.scratch import scratch
-from scaling.contenders.workload import WORKLOADS
-from scaling.evidence.record import Row, circumstances
+from scaling.contenders.workload import WORKLOADS, scratch
+from scaling.evidence.harness import Report, at_least, in_turns, on_ranks, options_of, seconds
+from scaling.evidence.plot import Bar, draw_bars
+from scaling.evidence.record import Row, head_of, run_row, where_and_when
+from scaling.evidence.spread import Spread, by_round, paired_ratios, table, with_spread
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
 
 CONTEXT = 64
 MOST_SEQUENCES = 256
+TIMES = (
+    "pass from disk",
+    "pass in memory",
+    "disk of a pass",
+    "step from disk",
+    "step in memory",
+    "disk of a step",
+)
 
 
 @dataclass(frozen=True)
@@ -57,53 +66,31 @@ class Options:
     results: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("rounds", 1), ("window", 1), ("buffers", 3), ("ahead", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least {least}")
+        at_least(self, rounds=1, window=1, buffers=3, ahead=0)
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ConfigError(f"--folder: got {self.folder!r}, expected a folder on a disk")
 
 
 def main() -> int:
-    """Measure; rank 0 writes the rows, prints the table, draws the plot. Collective over MPI's world."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.tiers",
-        description="Training from a disk beside the disk alone and fio, in one run; start it under mpirun or srun.",
-        default=Options(),
-    )
-    # Here and not at the top: this import starts MPI, which --help and bad options must not do.
-    from hpczero.job.launch import start_topology
-    from scaling.evidence.clock import record
-    from scaling.tiers.report import draw, text
+    """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
+    said = "Training from a disk beside the disk alone and fio, in one run; start it under mpirun or srun."
+    return on_ranks(options_of(Options, "tiers", said), _measured, REPORT)
 
-    topology = start_topology(None)
-    rows = measure(topology, options)
-    name = f"tiers-{options.workload}-{topology.size}"
-    record(topology, rows, name, results=options.results, text=text, draw=draw)
-    topology.free()
-    return 0
+
+def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
+    return f"tiers-{options.workload}-{topology.size}", measure(topology, options)
 
 
 def calibrated(
     topology: Topology,
     pair: Pair,
-    clock: Callable[[Topology, Callable[[], object]], float] | None = None,
+    clock: Callable[[Topology, Callable[[], object]], float] = seconds,
 ) -> int:
     """Sequences with which a pass computes for twice as long as its disk takes alone. Collective.
 
     Both models take every pass, also the timed one: losses are compared in turn, so both must see the same batches.
-
-    Args:
-        topology: the ranks.
-        pair: the models.
-        clock: seconds of a call, the same on every rank; None: those of the slowest rank.
+    ``clock`` says the seconds of a call, the same on every rank.
     """
-    if clock is None:
-        from scaling.evidence.clock import seconds
-
-        clock = seconds
     for _ in range(2):  # the first makes the state
         pair.warm_up()
 
@@ -124,41 +111,27 @@ def calibrated(
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
     """All rows, the same on every rank. Collective."""
-    import torch
-
     from hpczero import Offload
-    from scaling.evidence.clock import seconds
-    from scaling.tiers.cases import Pair
-    from scaling.tiers.disks import Engine, Fio
+    from scaling.tiers.cases import Engine, Fio, Pair
 
-    torch.set_num_threads(1)
     folder = scratch() if options.folder is None else Path(options.folder)
-    everything = Offload(
-        "disk",
-        "disk",
-        "disk",
-        folder,
-        options.window * 2**20,
-        options.buffers,
-        options.ahead,
-    )
+    window, kept = options.window * 2**20, (options.buffers, options.ahead)
+    everything = Offload("disk", "disk", "disk", folder, window, *kept)
     pair = Pair(topology, WORKLOADS[options.workload], everything)
     pair.sequences, pair.context = 1, min(CONTEXT, WORKLOADS[options.workload].context)
     pair.sequences = calibrated(topology, pair)
     pair.warm_up()
-    yield {
-        "kind": "run",
-        **circumstances(),
-        "ranks": topology.size,
-        "rounds": options.rounds,
-        "description": pair.describe(),
-        "tokens": pair.sequences * pair.context,
-        "tier": pair.tier.describe().replace(str(folder), "FOLDER"),  # a reader's is another one
-        "staging": f"{options.buffers} blocks of {options.window} MiB, {options.ahead} units ahead",
-    }
-    engine, fio = Engine(topology, folder), None
-    if options.fio_mib:
-        fio = Fio(topology, folder, options.fio_mib * 2**20)
+    yield run_row(
+        options,
+        "rounds",
+        ranks=topology.size,
+        description=pair.describe(),
+        tokens=pair.sequences * pair.context,
+        tier=pair.tier.describe().replace(str(folder), "FOLDER"),  # a reader's is another one
+        staging=f"{options.buffers} blocks of {options.window} MiB, {options.ahead} units ahead",
+    )
+    engine = Engine(topology, folder)
+    fio = Fio(topology, folder, options.fio_mib * 2**20) if options.fio_mib else None
     groups = [
         (("pass from disk", pair.disk_pass), ("step from disk", pair.disk_step)),
         (("pass in memory", pair.resident_pass), ("step in memory", pair.resident_step)),
@@ -168,32 +141,109 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         (("engine writes", engine.write),),
         *(((("fio reads", fio.read),), (("fio writes", fio.write),)) if fio is not None else ()),
     ]
+    program = "tiers" if topology.is_root else ""
     order = random.Random(options.seed)
-    for number in range(options.rounds):
-        for group in order.sample(groups, len(groups)):
-            for name, call in group:
-                if name == "disk of a step":
-                    pair.lay_gradients()
-                before = pair.tier.traffic.total
-                took = seconds(topology, call)
-                moved = pair.tier.traffic.total - before
-                rates = (
-                    {"rate": call.__self__.rate} if isinstance(call.__self__, Engine | Fio) else {}
-                )
-                yield {
-                    "kind": "case",
-                    "case": name,
-                    "round": number,
-                    "seconds": took,
-                    "waited_s": max(topology.gather(moved.waited_s)),
-                    "nbytes": moved.read_nbytes + moved.written_nbytes,
-                    **rates,
-                }
-        if topology.is_root:
-            sys.stderr.write(f"tiers: round {number + 1} of {options.rounds} done\n")
+    for number, turn in in_turns(groups, options.rounds, order, program=program):
+        for name, call in (case for group in turn for case in group):
+            if name == "disk of a step":
+                pair.lay_gradients()
+            before = pair.tier.traffic.total
+            took = seconds(topology, call)
+            moved = pair.tier.traffic.total - before
+            device = call.__self__
+            yield {
+                "kind": "case",
+                "case": name,
+                "round": number,
+                "seconds": took,
+                "waited_s": max(topology.gather(moved.waited_s)),
+                "nbytes": moved.read_nbytes + moved.written_nbytes,
+                **({"rate": device.rate} if isinstance(device, Engine | Fio) else {}),
+            }
     engine.close()
     pair.close()
 
+
+Times = dict[str, dict[int, float]]  # by case, then by round
+
+
+def _figures(rows: list[Row]) -> tuple[Times, Times, Times]:
+    """(seconds, seconds of waits for the disk, bytes/s of the cases that have such a rate)."""
+    rated = [row for row in rows if "rate" in row]
+    took, waited = (
+        by_round(rows, "case", itemgetter("case"), itemgetter(name))
+        for name in ("seconds", "waited_s")
+    )
+    return took, waited, by_round(rated, "case", itemgetter("case"), itemgetter("rate"))
+
+
+def text(rows: list[Row]) -> str:
+    """Heading and tables; markdown."""
+    head, (took, waited, rates) = head_of(rows), _figures(rows)
+
+    def of(values: dict[int, float], digits: int = 2, scale: float = 1.0) -> str:
+        return with_spread(Spread.of(values.values()), digits, scale)
+
+    cells = [
+        [name, of(took[name]), of(waited[name]) if "from" in name else "–"]
+        for name in TIMES
+        if name in took
+    ]
+    cells += [[name, f"{of(found, 0, 1e-6)} MB/s", "–"] for name, found in sorted(rates.items())]
+    title = (
+        f"{head['description']}, stage 3, everything on a tier: {head['tier']}; {head['staging']}; {head['ranks']} "
+        f"rank(s) of one thread on {head['cores']} cores of {head['cpu']}; fp32, fused AdamW; losses equal bit for "
+        f"bit. Median of {head['rounds']} rounds [95 % interval, or least and most]. Commit {head['commit']}, "
+        f"{head['date']}."
+    )
+    ratios_ = [[name, with_spread(spread, 2)] for name, spread in ratios(rows).items()]
+    return "\n".join(
+        [
+            title,
+            "",
+            table(["case", "seconds", "of them waits for the disk"], cells),
+            "",
+            table(["ratio within a round", "median [interval]"], ratios_),
+        ]
+    )
+
+
+def ratios(rows: list[Row]) -> dict[str, Spread]:
+    """What the tier is judged by."""
+    took, waited, rates = _figures(rows)
+    found = {}
+    for kind in ("step", "pass"):
+        alone, memory = took[f"disk of a {kind}"], took[f"{kind} in memory"]
+        bound = {number: max(alone[number], memory[number]) for number in alone}
+        name = f"{kind} from disk / the longer of disk alone and memory"
+        found[name] = paired_ratios(took[f"{kind} from disk"], bound)
+    found["waits of a pass / its disk alone"] = paired_ratios(
+        waited["pass from disk"], took["disk of a pass"]
+    )
+    for way in ("reads", "writes"):
+        if f"fio {way}" in rates:
+            name = f"engine {way} / fio {way}"
+            found[name] = paired_ratios(rates[f"engine {way}"], rates[f"fio {way}"])
+    return {name: Spread.of(values) for name, values in found.items()}
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Seconds as bars, to ``path`` (PNG)."""
+    head, (took, _, _) = head_of(rows), _figures(rows)
+    bars = [Bar.of(name, took[name].values()) for name in TIMES]
+    title = f"{head['description']}\n{where_and_when(head)}"
+    draw_bars({"seconds, all ranks at a time": bars}, path, title=title)
+
+
+REPORT = Report(
+    "Offload to host memory and disk",
+    text,
+    {
+        "run": "description ranks rounds tier staging",
+        "case": "case round seconds waited_s",
+    },
+    draw,
+)
 
 if __name__ == "__main__":
     run(main)

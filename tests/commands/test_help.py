@@ -35,7 +35,6 @@ NO_COMMANDS = {
     "hpczero.comm.trial",
     "scaling.gpu.checks",
     "scaling.gpu.contact",
-    "scaling.predict.probe",
     "scaling.contenders.rank",
     "scaling.checkpoint.ways",
 }

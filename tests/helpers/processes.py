@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaling.evidence.cpu import process_seconds
+from scaling.evidence.host import process_seconds
 
 GRACE_S = 3.0
 LOOK_S = 0.5

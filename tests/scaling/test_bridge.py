@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaling.bridge.report import draw, text
+from scaling.bridge import draw, text
 from scaling.evidence.record import Row
 from tests.helpers.mpirun import run_ranks
 

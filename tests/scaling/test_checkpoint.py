@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scaling.checkpoint.report import draw, goals, holds, seconds, text
+from scaling.checkpoint.__main__ import draw, goals, holds, seconds, text
 from scaling.checkpoint.ways import forget
 from scaling.evidence.record import Row, read_rows
 from tests.helpers.mpirun import run_command

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from scaling.evidence.neighbours import Host, Share, cpus, foreign_share, numbers, oversubscribed
+from scaling.evidence.host import Host, Share, cpus, foreign_share, numbers, oversubscribed
 
 
 def host(machine: str, *cores: int, cpu: str = "a CPU") -> Host:

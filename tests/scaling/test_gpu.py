@@ -16,12 +16,10 @@ from scaling.evidence.record import Row
 from scaling.gpu import jobs as gpu_jobs
 from scaling.gpu.__main__ import Options
 from scaling.gpu.bench import DEVICE, TWIN, mps
-from scaling.gpu.goals import goals, report
+from scaling.gpu.goals import BEGIN, END, PAGES, goals, report, write_pages
 from scaling.gpu.jobs import Job, Running, chosen, launcher, results, seconds_of
 from scaling.gpu.nvrtc import find_nvrtc
-from scaling.gpu.pages import BEGIN, END, PAGES, write_pages
-from scaling.gpu.speed import idle_rows, plain_model
-from scaling.gpu.training import CAPPED_SHARE
+from scaling.gpu.training import CAPPED_SHARE, idle_rows, plain_model
 
 pytestmark = pytest.mark.usefixtures("forks")
 

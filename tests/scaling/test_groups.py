@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpczero.errors import ConfigError
-from scaling.peers.groups import make_groups
+from scaling.peers import make_groups
 
 ANCHORS = ("floor", "peer", "absent")
 

@@ -8,8 +8,15 @@ import pytest
 
 from hpczero.errors import ConfigError, HpcZeroError
 from scaling.evidence.record import ROOT, Row
-from scaling.hostcost.__main__ import Options, measured, planned_messages
-from scaling.hostcost.report import OTHER, THIS, seconds, text
+from scaling.hostcost.__main__ import (
+    OTHER,
+    THIS,
+    Options,
+    measured,
+    planned_messages,
+    seconds,
+    text,
+)
 
 SMALL = Options(ranks=(48,), ranks_per_node=(8,))
 BLOCKS, BLOCK = (

@@ -7,8 +7,8 @@ from statistics import median
 import numpy as np
 import pytest
 
-from scaling.evidence.resampling import ratio_of_jobs, spread_of_jobs
 from scaling.evidence.spread import Spread
+from scaling.sweep.curves import ratio_of_jobs, spread_of_jobs
 
 CALM = [100.0 + 0.01 * step for step in range(100)]
 

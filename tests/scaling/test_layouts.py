@@ -13,9 +13,9 @@ from hpczero.models.config import GPTConfig, parameter_count
 from hpczero.predict.machine import load_machine
 from scaling.evidence.record import Row
 from scaling.evidence.spread import Spread
+from scaling.layouts.__main__ import agreement, draw, text
 from scaling.layouts.cases import Case, Work, cases_of, cases_on, on_links
-from scaling.layouts.idle import Order, orders_of
-from scaling.layouts.report import agreement, draw, text
+from scaling.layouts.training import Order, orders_of
 from tests.helpers.mpirun import run_ranks
 
 MODEL = GPTConfig(vocab_size=64, context=8, layers=8, hidden=32, heads=4)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scaling.evidence.record import of_kind, read_rows
-from scaling.overhead.report import text
+from scaling.overhead.__main__ import text
 from tests.helpers.mpirun import ROOT
 
 

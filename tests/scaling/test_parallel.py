@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError, HpcZeroError
-from scaling.contenders.workload import WORKLOADS
 from scaling.evidence.record import Row, of_kind, read_rows
-from scaling.parallel.__main__ import Options, apart
-from scaling.parallel.matches import matches_of
-from scaling.parallel.report import draw, text
+from scaling.parallel import Options, apart, draw, matches_of, text
 from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import run_command
 
@@ -81,7 +78,7 @@ def test_plot_is_drawn(tmp_path: Path) -> None:
 def test_both_sides_of_a_match_have_the_same_degrees_and_a_pipeline_a_sample_for_each_micro_batch() -> (
     None
 ):
-    found = matches_of(WORKLOADS["gpt-8x512"], ranks=4, micro_batches=8, stage=1, precision="fp32")
+    found = matches_of(Options())
     assert [match.name for match in found] == [
         "tensor-4",
         "tensor-4-sequence",
@@ -96,7 +93,7 @@ def test_both_sides_of_a_match_have_the_same_degrees_and_a_pipeline_a_sample_for
         assert own == match.other.arguments
     assert found[0].workload.sequences == 4
     assert found[-1].workload.sequences == 8
-    half = matches_of(WORKLOADS["tiny"], ranks=2, micro_batches=8, stage=0, precision="bf16")
+    half = matches_of(Options(workload="tiny", ranks=2, stage=0, precision="bf16"))
     assert [match.name for match in half] == ["tensor-2", "tensor-2-sequence"]
 
 

@@ -15,7 +15,7 @@ from scaling.contenders.base import adamw, batch, gpt
 from scaling.contenders.ranks import Crew
 from scaling.contenders.workload import WORKLOADS
 from scaling.evidence.record import of_kind, read_rows
-from scaling.peers.__main__ import ANCHORS, Options, check_losses, choose
+from scaling.peers import ANCHORS, Options, check_losses, choose
 from tests.helpers.mpirun import ROOT, run_command
 from tests.helpers.processes import come_to_rest
 

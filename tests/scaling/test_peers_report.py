@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from scaling.evidence.record import Row
-from scaling.evidence.table import table
-from scaling.peers.report import draw, summarise, text
+from scaling.evidence.spread import table
+from scaling.peers import draw, summarise, text
 
 MIB = 2**20
 SLOWER = (1.0, 3.0, 2.0, 10.0, 1.5, 1.0, 4.0)  # how much the machine was slowed down in each round

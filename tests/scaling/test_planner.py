@@ -17,9 +17,7 @@ from hpczero.planner.search import foretell_on, search
 from hpczero.predict.machine import load_machine
 from scaling.evidence.record import Row, unfinished
 from scaling.planner import __main__ as planner
-from scaling.planner.__main__ import earlier_turns
-from scaling.planner.picking import key, picked
-from scaling.planner.report import draw, summary, text, verdicts
+from scaling.planner.__main__ import draw, earlier_turns, key, picked, summary, text, verdicts
 from scaling.planner.settings import Setting
 from tests.helpers.mpirun import run_ranks
 

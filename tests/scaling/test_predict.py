@@ -13,8 +13,8 @@ import pytest
 from hpczero.errors import ConfigError
 from hpczero.predict.machine import MeasuredKernels
 from scaling.evidence.record import ROOT, Row
+from scaling.predict.check import draw, text
 from scaling.predict.host import host_machine, predict_on_host
-from scaling.predict.report import draw, text
 from tests.helpers.mpirun import Finished, run_command
 
 KINDS = ("norm", "gelu", "add", "fork", "bias", "copy", "loss")
@@ -115,13 +115,13 @@ def test_this_host_is_measured_and_its_prediction_is_of_the_right_size() -> None
     from scaling.contenders import find_entry
     from scaling.contenders.ranks import Crew
     from scaling.contenders.workload import WORKLOADS
-    from scaling.predict.check import PROGRAM, take_turn
+    from scaling.predict.check import take_turn
 
     workload = WORKLOADS["gpt-8x512-short"]
-    with Crew(find_entry("hpczero-3", transport="auto"), workload, size=2, program=PROGRAM) as crew:
+    with Crew(find_entry("hpczero-3", transport="auto"), workload, size=2) as crew:
         crew.ask("build")
         crew.ask("turn", steps=1)
-        row = take_turn(crew, workload, 2, 3, steps=3)
+        row = take_turn(crew, ("gpt-8x512-short", 2, 3), steps=3)
     # Other tests may run meanwhile, so not the 20 % of --check.
     assert 1 / 3 < row["predicted_s"] / row["measured_s"] < 3, row
     assert sum(row["parts_s"].values()) == pytest.approx(row["predicted_s"])

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scaling.evidence.cpu import machine_seconds, process_seconds
-from scaling.evidence.memory import PeakPss, pss_nbytes
+from scaling.evidence.host import PeakPss, machine_seconds, process_seconds, pss_nbytes
 from scaling.evidence.record import Recorder, circumstances, of_kind, read_rows, slug
 
 

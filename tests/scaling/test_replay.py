@@ -7,20 +7,20 @@ import dataclasses
 import pytest
 
 from hpczero.job.mesh import Mesh
-from scaling.simulate.links import Links, Network
-from scaling.simulate.matching import OrderError, check
 from scaling.simulate.programs import (
     MAIN,
     Call,
     Entry,
+    OrderError,
     Places,
     Post,
     Program,
     Receive,
     Send,
     Work,
+    check,
 )
-from scaling.simulate.replay import replay
+from scaling.simulate.replay import Links, Network, replay
 
 
 def by_hand(*lanes: list[Entry], **comms: tuple[int, ...]) -> list[Program]:

@@ -138,4 +138,4 @@ def test_committed_records_can_all_be_shown(path: Path) -> None:
     kind = path.stem.split("-")[0]
     found, malformed = report.read(path, kind)
     assert not malformed
-    assert report.TEXT[kind](found)
+    assert report.REPORTS[kind].text(found)

@@ -19,28 +19,37 @@ from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread
 from hpczero.predict.machine import load_machine
 from scaling.simulate.engine import Recorded, Subject, record
-from scaling.simulate.links import Network
-from scaling.simulate.matching import OrderError, check
-from scaling.simulate.outcome import COMPUTE
 from scaling.simulate.programs import (
+    COMPUTE,
     MAIN,
     Await,
     Call,
+    OrderError,
     Program,
     Receive,
     Send,
     Signal,
     Work,
+    check,
     expanded,
 )
-from scaling.simulate.recorder import NoClock, Recorder
-from scaling.simulate.replay import replay
+from scaling.simulate.recorder import Recorder
+from scaling.simulate.replay import Network, replay
 from tests.helpers.cases import EVERYTHING
 
 MODEL = GPTConfig(vocab_size=60, context=8, layers=4, hidden=48, heads=6)
 DEEP = dataclasses.replace(MODEL, layers=6)  # more blocks than stages, and no multiple of four
 MACHINE = load_machine("dgx-h100")
 NETWORK = Network.of(MACHINE, message_s=3e-6)
+
+
+class NoClock:
+    """Work costs nothing."""
+
+    def take(self) -> Work:
+        return Work()
+
+    def start(self) -> None: ...
 
 
 def subject_of(

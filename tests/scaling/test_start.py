@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from scaling.evidence.record import Row
-from scaling.start.__main__ import HELP
-from scaling.start.report import OTHER, THIS, text
+from scaling.start import HELP, OTHER, THIS, text
 from tests.commands.test_help import WITH_SUBCOMMANDS, commands, subcommands
 from tests.helpers.mpirun import ROOT, run_command
 

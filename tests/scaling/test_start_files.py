@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
-from scaling.start.files import Calls, counted, traced
-from scaling.start.report import text
+from scaling.start import Calls, counted, text, traced
 from tests.helpers.mpirun import ROOT, run_command
 from tests.scaling.test_start import rows
 

@@ -12,9 +12,8 @@ import pytest
 
 from hpczero.errors import ConfigError, HpcZeroError
 from scaling.sweep import __main__ as module
-from scaling.sweep import launchers
-from scaling.sweep.folder import StudyFolder
-from scaling.sweep.launchers import Slurm
+from scaling.sweep import jobs as launchers
+from scaling.sweep.jobs import Slurm, StudyFolder
 from scaling.sweep.study import Point
 
 pytestmark = pytest.mark.machine

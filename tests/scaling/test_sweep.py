@@ -13,7 +13,7 @@ from hpczero.errors import ConfigError
 from scaling.evidence.record import parse_rows, read_rows
 from scaling.sweep import report
 from scaling.sweep.__main__ import collect
-from scaling.sweep.folder import StudyFolder
+from scaling.sweep.jobs import StudyFolder
 from scaling.sweep.study import Grid
 from tests.helpers.mpirun import Finished, run_command
 from tests.helpers.short_probe import write_launcher

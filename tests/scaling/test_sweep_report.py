@@ -16,9 +16,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from scaling.evidence.harness import Report
 from scaling.evidence.record import Row
 from scaling.report import __main__ as report_command
-from scaling.report.page import Report, page
+from scaling.report.page import Section, page
 from scaling.sweep.curves import curves
 from scaling.sweep.plots import FIGURES, draw
 from scaling.sweep.report import as_csv, loss_parity, text
@@ -229,7 +230,8 @@ class Page(HTMLParser):
 
 def made_page() -> str:
     found = rows(stages=(0, 3))
-    reports = [Report("sweep-strong", found, text(found), draw, "Strong & scaling")]
+    report = Report("Strong & scaling", text, {}, draw)
+    reports = [Section("sweep-strong", found, text(found), report)]
     return page(reports, title="a <title>", remark="a & remark")
 
 

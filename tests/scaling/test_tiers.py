@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scaling.evidence.record import Row
-from scaling.tiers.report import draw, ratios, text
+from scaling.tiers.__main__ import draw, ratios, text
 from tests.helpers.mpirun import run_ranks
 
 

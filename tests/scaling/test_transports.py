@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scaling.evidence.clock import placement
+from scaling.evidence.harness import placement
 from scaling.evidence.record import Row
-from scaling.transports.report import draw, text
+from scaling.transports import draw, text
 from tests.helpers.mpirun import run_ranks
 
 SLOWER = (1.0, 3.0, 2.0, 10.0, 1.5, 1.0)

@@ -1,31 +1,33 @@
-"""Collectives of torch.distributed over the bridge and over gloo, side by side in one MPI job.
+"""Collectives of torch.distributed over the bridge and over gloo: ``mpirun -n 2 python -m scaling.bridge``.
 
-    mpirun -n 2 python -m scaling.bridge
-
-Owns: the order of a run. Must not know: how anything moves, the arithmetic of the report. In each round each backend
-makes each call once, in an order drawn anew. Both get the same tensors, and must give the same results.
+In each round each backend makes each call once, in an order drawn anew. Both get the same tensors, and must give the
+same results.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import ConfigError, HpcZeroError, run
-from hpczero.options.reading import parse_command_line
-from scaling.evidence.record import Row, circumstances
+from scaling.evidence.harness import Report, at_least, on_ranks, options_of, placement, say, seconds
+from scaling.evidence.plot import Bar, draw_bars
+from scaling.evidence.record import Row, head_of, run_row, where_and_when
+from scaling.evidence.spread import Spread, by_round, paired, table_of, with_spread
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
 
 DTYPES = ("float32", "bfloat16")
 VERBS = ("all_gather", "reduce_scatter", "all_reduce")
+BACKENDS = ("bridge", "gloo")
 
 
 @dataclass(frozen=True)
@@ -47,62 +49,33 @@ class Options:
     results: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "warm_up"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least 1")
+        at_least(self, rounds=1, warm_up=1)
         if not self.mib or min(self.mib) < 1:
             raise ConfigError(f"--mib: got {self.mib}, expected numbers of at least 1")
 
 
 def main() -> int:
-    """Measure; rank 0 writes the rows, prints the table, draws the plot. Collective over MPI's world."""
-    options = parse_command_line(
-        Options,
-        sys.argv[1:],
-        prog="python -m scaling.bridge",
-        description="torch.distributed over MPI and over gloo, in one run on one node; start it under mpirun.",
-        default=Options(),
+    """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
+    said = (
+        "torch.distributed over MPI and over gloo, in one run on one node; start it under mpirun."
     )
-    # Here and not at the top: this import starts MPI, which --help and bad options must not do.
-    from hpczero.job.launch import start_topology
-    from scaling.bridge.report import draw, text
-    from scaling.evidence.clock import placement, record
-
-    topology = start_topology(None)
-    rows = measure(topology, options)
-    record(
-        topology,
-        rows,
-        f"bridge-{placement(topology)}",
-        results=options.results,
-        text=text,
-        draw=draw,
+    return on_ranks(
+        options_of(Options, "bridge", said),
+        lambda topology, options: (f"bridge-{placement(topology)}", measure(topology, options)),
+        REPORT,
     )
-    topology.free()
-    return 0
 
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
-    """All rows, the same on every rank. Collective.
-
-    Raises:
-        HpcZeroError: the backends give different results.
-    """
+    """All rows, the same on every rank. Collective. Raises HpcZeroError: the backends give different results."""
     import torch
     import torch.distributed as dist
 
     import hpczero.bridge
-    from scaling.evidence.clock import placement, seconds
 
-    torch.set_num_threads(1)
-    yield {
-        "kind": "run",
-        **circumstances(),
-        "ranks": topology.size,
-        "placement": placement(topology),
-        "rounds": options.rounds,
-        "load": topology.world.gather(os.getloadavg()[0])[0],
-    }
+    load = topology.world.gather(os.getloadavg()[0])[0]
+    where = {"ranks": topology.size, "placement": placement(topology)}
+    yield run_row(options, "rounds", load=load, **where)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of one node
     hpczero.bridge.init(topology.world.comm, timeout_s=0)
     groups = {"bridge": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
@@ -115,23 +88,17 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     ]
     for number in range(-options.warm_up, options.rounds):
         for case in cases:
-            for backend in order.sample(sorted(groups), len(groups)):
+            for backend in order.sample(BACKENDS, len(BACKENDS)):
                 case.refill()
                 spent = [0.0]
                 took = seconds(topology, partial(case.run, groups[backend], spent))
                 cpu = sum(topology.gather(spent[0])) / topology.size
                 case.compare(backend)
                 if number >= 0:
-                    yield {
-                        "kind": "call",
-                        **case.words(),
-                        "backend": backend,
-                        "round": number,
-                        "seconds": took,
-                        "cpu_s": cpu,
-                    }
+                    what = {**case.words(), "backend": backend, "round": number}
+                    yield {"kind": "call", **what, "seconds": took, "cpu_s": cpu}
         if topology.is_root and number >= 0:
-            sys.stderr.write(f"bridge: round {number + 1} of {options.rounds} done\n")
+            say("bridge", f"round {number + 1} of {options.rounds} done")
     dist.destroy_process_group()
 
 
@@ -177,11 +144,7 @@ class Case:
         spent[0] = time.process_time() - before
 
     def compare(self, backend: str) -> None:
-        """The result is that of the calls before.
-
-        Raises:
-            HpcZeroError: it is not.
-        """
+        """Raises HpcZeroError where the result is not that of the calls before."""
         import torch
 
         if self._first is None:
@@ -189,6 +152,72 @@ class Case:
         if not torch.equal(self._out, self._first):
             raise HpcZeroError(f"{self.words()}: {backend} gives another result, expected the same")
 
+
+Called = tuple[str, str, int]  # verb, dtype, MiB
+
+
+def _times(rows: list[Row], name: str) -> dict[tuple[Called, str], dict[int, float]]:
+    """Figure ``name`` by call, backend and round."""
+
+    def key(row: Row) -> tuple[Called, str]:
+        return (row["verb"], row["dtype"], row["mib"]), row["backend"]
+
+    return by_round(rows, "call", key, itemgetter(name))
+
+
+def text(rows: list[Row]) -> str:
+    """Heading and table; markdown."""
+    head, took, spent = head_of(rows), _times(rows, "seconds"), _times(rows, "cpu_s")
+
+    def ms(backend: str) -> Callable[[Called], str]:
+        return lambda call: with_spread(Spread.of(took[call, backend].values()), 2, scale=1e3)
+
+    def cpu_ms(call: Called) -> str:
+        middles = (Spread.of(spent[call, name].values()).median for name in BACKENDS)
+        return " / ".join(f"{1e3 * middle:.1f}" for middle in middles)
+
+    shown = table_of(
+        dict.fromkeys(call for call, _ in took),
+        {
+            "call": lambda call: "{} {} {} MiB".format(*call),
+            "bridge, ms": ms("bridge"),
+            "gloo, ms": ms("gloo"),
+            "gloo / bridge": lambda call: with_spread(
+                paired(took[call, "gloo"], took[call, "bridge"]), 2
+            ),
+            "CPU ms of a rank": cpu_ms,
+        },
+    )
+    return (
+        f"torch.distributed over MPI and over gloo, {head['ranks']} ranks as {head['placement']}; {head['cores']} "
+        f"cores of {head['cpu']}, load {head['load']:.1f} at the start. Median of {head['rounds']} calls of each, in "
+        f"turn; equal results. Commit {head['commit']}, {head['date']}.\n\n{shown}"
+    )
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Times of the largest calls as bars, to ``path`` (PNG)."""
+    head, took = head_of(rows), _times(rows, "seconds")
+    most = max(mib for (_, _, mib), _ in took)
+    bars = {
+        f"{call[0]} {call[1]}, ms": [
+            Bar.of(name, took[call, name].values(), 1e3) for name in BACKENDS
+        ]
+        for call, _ in took
+        if call[2] == most
+    }
+    draw_bars(bars, path, title=f"{most} MiB, {head['placement']}\n{where_and_when(head)}")
+
+
+REPORT = Report(
+    "torch.distributed over MPI, beside gloo",
+    text,
+    {
+        "run": "load placement ranks rounds",
+        "call": "verb dtype mib backend round seconds cpu_s",
+    },
+    draw,
+)
 
 if __name__ == "__main__":
     run(main)

@@ -1,1 +1,0 @@
-"""Collectives of torch.distributed over MPI and over gloo: ``python -m scaling.bridge``."""

@@ -1,0 +1,100 @@
+"""A GPT in training as the training command builds it, over ranks that are connected already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import hpczero
+from hpczero.accelerator import Accelerator, HostAccelerator
+from hpczero.adapters.gpt import GPTAdapter
+from hpczero.job.topology import Topology
+from hpczero.options.config import LayoutOptions
+from hpczero.run.evaluation import passes_of
+from hpczero.run.starting.building import divide
+from hpczero.run.step import Taken, TrainingStep
+from scaling.contenders.base import adamw
+from scaling.contenders.workload import SEED
+
+PLAIN = LayoutOptions()
+
+
+def build(
+    adapter: GPTAdapter,
+    topology: Topology,
+    layout: LayoutOptions = PLAIN,
+    *,
+    seed: int = SEED,
+    **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Model and optimizer, in shards. Collective over ``topology``; ``options`` are of ``zeroify``."""
+    with torch.device("meta"):
+        model = adapter.build()
+    initialize = adapter.initializer(model, seed)
+    divide(layout, adapter, model, topology)
+    optimizer = adamw(model.parameters())
+    own = {"secondary": layout.secondary, "initialize": initialize, **options}
+    hpczero.zeroify(model, optimizer, topology=topology, **own)
+    return model, optimizer
+
+
+class GPTTraining:
+    """A model, its optimizer and its steps, in memory until it is closed. Collective over ``topology``."""
+
+    def __init__(
+        self,
+        adapter: GPTAdapter,
+        topology: Topology,
+        samples: Callable[[int, int], Any],
+        layout: LayoutOptions = PLAIN,
+        *,
+        accumulation: int = 1,
+        device: Accelerator | None = None,
+        exact: bool = False,
+        **options: Any,
+    ) -> None:
+        """Build it.
+
+        Args:
+            adapter: of the model.
+            topology: the ranks.
+            samples: of a step and a micro-batch.
+            layout: which ranks share what.
+            accumulation: forwards of a step.
+            device: where ranks compute; None: the host.
+            exact: as of ``TrainingStep``.
+            options: of ``build``.
+        """
+        device = device or HostAccelerator()
+        self.topology = topology
+        self.model, self.optimizer = build(adapter, topology, layout, device=device, **options)
+        self.passes = passes_of(
+            layout, adapter, self.model, accumulation=accumulation, accelerator=device
+        )
+        self._step = TrainingStep(
+            self.model,
+            self.optimizer,
+            passes=self.passes,
+            samples=samples,
+            accelerator=device,
+            clip=1.0,
+            exact=exact,
+        )
+        self.taken = 0
+
+    def take(self) -> Taken:
+        """One step."""
+        taken = self._step.take(self.taken)
+        self.taken += 1
+        return taken
+
+    def steps(self, count: int) -> list[float]:
+        """Train; the loss of each step, the mean over the global batch."""
+        return [self.take().loss for _ in range(count)]
+
+    def close(self) -> None:
+        """Give everything back."""
+        hpczero.release(self.model)

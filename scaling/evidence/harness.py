@@ -1,0 +1,179 @@
+"""How a measurement runs: its options, turns in an order drawn anew, a clock over ranks, rows written, shown and drawn.
+
+A measurement is a dataclass of options, a generator of rows, and a `Report` of these rows.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from hpczero.errors import ConfigError, HpcZeroError
+from hpczero.options.reading import parse_command_line
+from scaling.evidence.record import Recorder, Row, path_of
+
+if TYPE_CHECKING:
+    from hpczero.job.topology import Topology
+
+Case = TypeVar("Case")
+Kind = TypeVar("Kind")
+
+# Order of fp32 sums; a wrong gradient moves the loss by 1e-2 within a few steps.
+LOSS_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the rows of one measurement are shown.
+
+    Attributes:
+        title: heading of the measurement on a page of reports.
+        text: tables; markdown.
+        needs: by kind of row, the names that ``text`` and ``draw`` read, separated by spaces.
+        draw: writes the figures at a path, as PNG or SVG; None: there are none.
+    """
+
+    title: str
+    text: Callable[[list[Row]], str]
+    needs: Mapping[str, str]
+    draw: Callable[[list[Row], Path], None] | None = None
+
+
+def options_of(kind: type[Kind], program: str, description: str) -> Kind:
+    """The options of this process's command line; as ``parse_command_line``, with the defaults of ``kind``."""
+    prog = f"python -m scaling.{program}"
+    return parse_command_line(
+        kind, sys.argv[1:], prog=prog, description=description, default=kind()
+    )
+
+
+def at_least(options: object, **least: int) -> None:
+    """Refuse options below the least value of each.
+
+    Raises:
+        ConfigError: names the option, its value, and the least.
+    """
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if value is not None and value < smallest:
+            raise ConfigError(f"--{name}: got {value}, expected at least {smallest}")
+
+
+def say(program: str, line: str) -> None:
+    """Progress, on stderr, so that stdout is the table alone."""
+    sys.stderr.write(f"{program}: {line}\n")
+    sys.stderr.flush()
+
+
+def in_turns(
+    cases: Sequence[Case], rounds: int, order: random.Random, *, warm_up: int = 0, program: str = ""
+) -> Iterator[tuple[int, list[Case]]]:
+    """Number of each round, and all cases in an order drawn anew; rounds of the warm-up have numbers below 0.
+
+    Args:
+        cases: each runs once in a round.
+        rounds: that count.
+        order: draws.
+        warm_up: rounds before.
+        program: whose progress is told; empty: nothing is.
+    """
+    for number in range(-warm_up, rounds):
+        yield number, order.sample(cases, len(cases))
+        if program and number >= 0:
+            say(program, f"round {number + 1} of {rounds} done")
+
+
+def seconds(topology: Topology, call: Callable[[], object]) -> float:
+    """Of the slowest rank, from a common start to its own return. Collective; the same on every rank."""
+    topology.barrier()
+    start = time.perf_counter()
+    call()
+    return max(topology.gather(time.perf_counter() - start))
+
+
+def placement(topology: Topology) -> str:
+    """``4x2-block``, ``4x2-cyclic``, ``1x2``, or the sizes of uneven nodes: how ranks lie on nodes."""
+    nodes = topology.world.nodes
+    if not topology.is_rectangular:
+        return "+".join(str(len(ranks)) for ranks in nodes)
+    shape = f"{len(nodes)}x{len(nodes[0])}"
+    if len(nodes) == 1 or len(nodes[0]) == 1:
+        return shape
+    if all(ranks == tuple(range(ranks[0], ranks[0] + len(ranks))) for ranks in nodes):
+        return f"{shape}-block"
+    if all(ranks == tuple(range(ranks[0], topology.size, len(nodes))) for ranks in nodes):
+        return f"{shape}-cyclic"
+    return f"{shape}-mixed"
+
+
+def on_ranks(
+    options: Kind,
+    measured: Callable[[Topology, Kind], tuple[str, Iterator[Row]]],
+    report: Report,
+) -> int:
+    """Measure on all ranks; rank 0 writes the rows, prints the table, draws the plot. Collective over MPI's world.
+
+    Args:
+        options: with ``results``.
+        measured: name of the file of results without suffix, and the rows, the same on every rank. Collective.
+        report: of the rows.
+    """
+    # Here and not at the top: these start MPI and torch, which --help and bad options must not do.
+    import torch
+
+    from hpczero.job.launch import start_topology
+
+    topology = start_topology(None)
+    torch.set_num_threads(1)
+    name, rows = measured(topology, options)
+    if topology.is_root:
+        record(path_of(name, options.results), rows, report)  # type: ignore[attr-defined]
+    else:
+        for _ in rows:
+            pass
+    topology.free()
+    return 0
+
+
+def record(path: Path, rows: Iterator[Row], report: Report) -> list[Row]:
+    """Measure, which is to use up ``rows``; write them, print the table, draw the plot. Returns the rows."""
+    with Recorder(path) as recorder:
+        for row in rows:
+            recorder.write(row.pop("kind"), row)
+    sys.stdout.write(f"{report.text(recorder.rows)}\n")
+    if report.draw is not None:
+        report.draw(recorder.rows, path.with_suffix(".png"))
+    sys.stderr.write(f"rows in {path}{', plot beside them' if report.draw else ''}\n")
+    return recorder.rows
+
+
+def check_same_losses(
+    name: str,
+    values: Sequence[float],
+    reference: str,
+    expected: Sequence[float],
+    tolerance: float = LOSS_TOLERANCE,
+) -> None:
+    """Compare losses step by step, as far as both go: ways that do not train the same cannot be compared.
+
+    Args:
+        name: whose losses ``values`` are.
+        values: of each step.
+        reference: whose losses ``expected`` are.
+        expected: of each step.
+        tolerance: how far two losses of a step may be apart.
+
+    Raises:
+        HpcZeroError: they are farther apart, or one is NaN; it names the step and both losses.
+    """
+    for step, (mine, other) in enumerate(zip(values, expected, strict=False)):
+        if not abs(mine - other) <= tolerance:
+            raise HpcZeroError(
+                f"{name}: loss {mine:.6f} at step {step}, {reference} has {other:.6f}, expected the same within "
+                f"{tolerance:g}: they do not train the same, so their times cannot be compared"
+            )

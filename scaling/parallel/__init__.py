@@ -1,1 +1,0 @@
-"""Own tensor and pipeline parallelism beside torch's: ``python -m scaling.parallel``."""

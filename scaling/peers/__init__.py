@@ -1,1 +1,0 @@
-"""hpczero beside its peers: ``python -m scaling.peers``."""

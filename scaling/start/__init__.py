@@ -1,1 +1,0 @@
-"""The first seconds of the commands: ``python -m scaling.start``."""

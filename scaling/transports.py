@@ -1,0 +1,193 @@
+"""One training step of the same model over each transport: ``mpirun -n 8 python -m scaling.transports``.
+
+All models stay resident; in each round each takes one step, in an order drawn anew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+from hpczero.errors import ConfigError, HpcZeroError, run
+from scaling.contenders.workload import WORKLOADS
+from scaling.evidence.harness import (
+    Report,
+    at_least,
+    in_turns,
+    on_ranks,
+    options_of,
+    placement,
+    seconds,
+)
+from scaling.evidence.plot import Bar, draw_bars
+from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
+from scaling.evidence.spread import Spread, by_round, paired, table_of, with_spread
+
+if TYPE_CHECKING:
+    from hpczero.job.topology import Topology
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+        workload: model and batch.
+        stage: ZeRO stage.
+        transports: as in "flat window"; window-inline moves nothing while the model computes.
+        rounds: measured steps over each transport; from 6 on there is a 95 % interval of the median.
+        warm_up: steps before the first round.
+        emulated: the nodes are emulated on one machine: say so in every table.
+        link: what joins the nodes, for the table, such as "1 Gbit/s".
+        seed: of the order in the rounds.
+        results: folder of all machines' results; left out, scaling/results.
+    """
+
+    workload: Literal["gpt-8x512", "gpt-8x512-short", "gpt-12x768", "tiny"] = "gpt-8x512"
+    stage: Literal[0, 1, 2, 3] = 3
+    transports: tuple[Literal["flat", "hierarchical", "window-inline", "window"], ...] = (
+        "flat",
+        "hierarchical",
+        "window-inline",
+        "window",
+    )
+    rounds: int = 7
+    warm_up: int = 2
+    emulated: tyro.conf.UseCounterAction[int] = 0  # a bare --emulated
+    link: str = ""
+    seed: int = 0
+    results: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, rounds=1, warm_up=1)
+        if not self.transports or len(set(self.transports)) < len(self.transports):
+            raise ConfigError(f"--transports: got {self.transports}, expected each at most once")
+
+
+def main() -> int:
+    """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
+    said = "Step time of one model over each transport, in one run; start it under mpirun or srun."
+    return on_ranks(options_of(Options, "transports", said), _measured, REPORT)
+
+
+def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
+    label = f"{options.workload}-{placement(topology)}{'-emulated' if options.emulated else ''}"
+    return f"transports-{label}", measure(topology, options)
+
+
+def measure(topology: Topology, options: Options) -> Iterator[Row]:
+    """All rows, the same on every rank. Collective.
+
+    Raises:
+        HpcZeroError: the transports do not train the same, bit for bit.
+    """
+    import hpczero
+    from scaling.contenders.base import batch
+    from scaling.contenders.hpczero_stage import Contender
+
+    workload = WORKLOADS[options.workload]
+    yield run_row(
+        options,
+        "link stage rounds",
+        ranks=topology.size,
+        placement=placement(topology),
+        emulated=bool(options.emulated),
+        workload=workload.name,
+        description=workload.describe(),
+    )
+    contenders: dict[str, Contender] = {}
+    for name in options.transports:
+        transport, _, inline = name.partition("-")
+        contender = Contender(options.stage, transport, overlap=not inline)
+        contender.join(topology)
+        contender.build(workload)
+        contenders[name] = contender
+        said = hpczero.sharding(contender.model).collectives.describe()
+        yield {"kind": "transport", "transport": name, "description": said}
+    turns = in_turns(
+        options.transports,
+        options.rounds,
+        random.Random(options.seed),
+        warm_up=options.warm_up,
+        program="transports" if topology.is_root else "",
+    )
+    for number, turn in turns:
+        samples = batch(workload, step=number + options.warm_up, rank=topology.rank)
+        losses: dict[str, float] = {}
+
+        def step(name: str, samples: Any = samples, losses: dict[str, float] = losses) -> None:
+            losses[name] = contenders[name].step(*samples)
+
+        for name in turn:
+            took = seconds(topology, partial(step, name))
+            if number >= 0:
+                yield {"kind": "step", "transport": name, "round": number, "seconds": took}
+        found = {name: topology.gather(loss) for name, loss in sorted(losses.items())}
+        if any(values != found[options.transports[0]] for values in found.values()):
+            raise HpcZeroError(
+                f"losses of round {number} differ between transports, expected the same bits: {found}"
+            )
+    for contender in contenders.values():
+        hpczero.release(contender.model)
+
+
+def _times(rows: list[Row]) -> dict[str, dict[int, float]]:
+    """Seconds of a step by transport and round."""
+    return by_round(rows, "step", itemgetter("transport"), itemgetter("seconds"))
+
+
+def text(rows: list[Row]) -> str:
+    """Heading and table; markdown. Compares with ``flat``, or with the first transport where that was left out."""
+    head, found = head_of(rows), _times(rows)
+    described = {row["transport"]: row["description"] for row in of_kind(rows, "transport")}
+    reference = "flat" if "flat" in described else next(iter(described))
+
+    def ratio(name: str) -> str:
+        return "1" if name == reference else with_spread(paired(found[reference], found[name]), 2)
+
+    shown = table_of(
+        found,
+        {
+            "transport": str,
+            "ms per step": lambda name: with_spread(Spread.of(found[name].values()), 0, scale=1e3),
+            f"{reference} / this": ratio,
+        },
+    )
+    link = f", {head['link']}" if head["link"] else ""
+    title = (
+        f"{emulated(head)}{head['description']}, stage {head['stage']}, {head['ranks']} ranks as "
+        f"{head['placement']}{link}; {head['cores']} cores of {head['cpu']}; fp32, fused AdamW. Median of "
+        f"{head['rounds']} steps of each, in turn; losses equal bit for bit. Commit {head['commit']}, {head['date']}."
+    )
+    return "\n".join([title, "", shown, *(f"- {name}: {of}" for name, of in described.items())])
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Step times as bars, to ``path`` (PNG)."""
+    head = head_of(rows)
+    bars = [Bar.of(name, values.values(), 1e3) for name, values in _times(rows).items()]
+    label = ", emulated" if head["emulated"] else ""
+    title = f"{head['description']}, {head['placement']}{label}\n{where_and_when(head)}"
+    draw_bars({"ms per step": bars}, path, title=title)
+
+
+REPORT = Report(
+    "Transports between the ranks",
+    text,
+    {
+        "run": "description emulated link placement ranks rounds stage",
+        "step": "transport round seconds",
+        "transport": "transport description",
+    },
+    draw,
+)
+
+if __name__ == "__main__":
+    run(main)

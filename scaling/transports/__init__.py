@@ -1,1 +1,0 @@
-"""A training step over each transport: ``python -m scaling.transports``."""
