@@ -21,7 +21,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options.values import Transport
-from scaling.contenders import BEFORE, ENTRIES, FLOOR, Entry, find_entry, from_tree
+from scaling.contenders import BEFORE, COMPILED, ENTRIES, FLOOR, Entry, find_entry, from_tree
 from scaling.contenders.ranks import PEERS_PYTHON, Crew, end_on_sigterm, turns, warm_up
 from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.harness import Report, at_least, check_same_losses, options_of, record, say
@@ -59,7 +59,8 @@ class Options:
         turn_s: shortest time a turn should take; the steps of a turn follow from it, equal for all.
         warm_up: steps before the first round.
         transport: of hpczero where the contender's name has none.
-        against: folder of another checkout of hpczero; each of hpczero's contenders runs with its code, too.
+        against: folder of another checkout of hpczero; each of hpczero's contenders runs with its code, too;
+            half of the rounds are run after all were built in the reverse order.
         seed: of the order in the rounds.
         results: folder of all machines' results; left out, scaling/results, with --quick runs/scaling.
         quick: a tiny model and two short rounds, to see that everything runs; the times mean nothing.
@@ -150,7 +151,7 @@ def measure(options: Options, entries: Sequence[Entry]) -> Iterator[Row]:
     order = random.Random(options.seed)
     for index, names in enumerate(make_groups(needs, ANCHORS, limit)):
         say("peers", f"group {index + 1}: {', '.join(names)}")
-        for row in time_group([by_name[name] for name in names], options, order):
+        for row in time_orders([by_name[name] for name in names], options, order):
             yield {"kind": row.pop("kind"), "group": index, **row}
 
 
@@ -214,18 +215,35 @@ def make_groups(
     return [[name for name in needs if name in group] for group in members]
 
 
-def time_group(entries: Sequence[Entry], options: Options, order: random.Random) -> Iterator[Row]:
+def time_orders(entries: Sequence[Entry], options: Options, order: random.Random) -> Iterator[Row]:
+    """Rows of one group; with --against, of half of the rounds after contenders were built in the reverse order.
+
+    Of two equal contenders the second built is slower by up to 8 %: it gets worse pages of memory.
+    """
+    rounds, _ = options.timing
+    if not options.against:
+        yield from time_group(entries, options, order, range(rounds))
+        return
+    half = (rounds + 1) // 2
+    yield from time_group(entries, options, order, range(half))
+    yield from time_group(entries[::-1], options, order, range(half, rounds))
+
+
+def time_group(
+    entries: Sequence[Entry], options: Options, order: random.Random, rounds: range
+) -> Iterator[Row]:
     """Rows of the rounds of one group, then the losses, which are compared before anything is believed.
 
     Raises:
         HpcZeroError: a contender failed, or trains something else.
     """
-    rounds, turn_s = options.timing
+    turn_s = options.timing[1]
     with contextlib.ExitStack() as stack:
         crews = [stack.enter_context(Crew(e, options.what, size=options.ranks)) for e in entries]
         ready = warm_up(crews, options.warm_up, turn_s)
-        say("peers", f"{rounds} rounds of {ready.steps} steps")
-        yield from turns(crews, ready, rounds, order, check_losses, program="peers")
+        say("peers", f"{len(rounds)} rounds of {ready.steps} steps")
+        for row in turns(crews, ready, len(rounds), order, check_losses, program="peers"):
+            yield {**row, "round": rounds[row["round"]]}
         for name, values in ready.losses.items():
             yield {"kind": "losses", "contender": name, "losses": values}
 
@@ -256,7 +274,8 @@ class Line:
     Attributes:
         name, title: of the contender.
         step_s: seconds of one step.
-        ratios: to each reference that shared rounds with it; under ``BEFORE`` to itself in the other checkout.
+        ratios: to each reference that shared rounds with it; under ``BEFORE`` to itself in the other checkout, under
+            ``COMPILED`` to itself without torch.compile.
         peak_nbytes: PSS of the largest rank while training.
         baseline_nbytes: of that, what was there before the model.
     """
@@ -281,6 +300,8 @@ def summarise(rows: list[Row]) -> list[Line]:
     for memory in of_kind(rows, "memory"):
         name, peaks = memory["contender"], memory["step_peak_nbytes"]
         others = {reference: reference for reference in REFERENCES} | {BEFORE: f"{BEFORE}{name}"}
+        if name.endswith(COMPILED):
+            others[COMPILED] = name.removesuffix(COMPILED)
         ratios = {
             reference: ratio
             for reference, other in others.items()
@@ -316,7 +337,7 @@ def _table(lines: Sequence[Line]) -> str:
     def share(nbytes: int, of_nbytes: int | None) -> str:
         return f"{nbytes / of_nbytes:.2f}" if of_nbytes else "–"
 
-    for reference, title in {**REFERENCES, BEFORE: "/ before"}.items():
+    for reference, title in {**REFERENCES, BEFORE: "/ before", COMPILED: "/ eager"}.items():
         if any(reference in line.ratios for line in lines):
             columns[title] = ratio(reference)
     columns |= {

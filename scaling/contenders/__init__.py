@@ -46,6 +46,11 @@ def _hpczero(name: str, title: str, *, named: bool = False, **arguments: int) ->
     return Entry(name, title, "hpczero_stage", "mpi", arguments=arguments, named=named)
 
 
+def _compiled(stage: int) -> Entry:
+    name, title = f"hpczero-{stage}{COMPILED}", f"hpczero stage {stage}, compiled blocks"
+    return _hpczero(name, title, named=True, stage=stage, compiled=1)
+
+
 def _torch(name: str, title: str, kind: str) -> Entry:
     return Entry(name, title, "torch_data", "gloo", kind=kind)
 
@@ -56,12 +61,14 @@ def _deepspeed(name: str, title: str, *, named: bool = False, **arguments: int) 
 
 RANK_PROGRAM = "scaling.contenders.rank"
 FLOOR = "independent"
+COMPILED = "-compiled"  # ends the name of a contender whose blocks torch.compile compiles
 BEFORE = "before:"  # begins the name of a contender that runs another checkout's code
 ENTRIES = {
     entry.name: entry
     for entry in (
         _torch(FLOOR, "independent processes", "Independent"),
         *(_hpczero(f"hpczero-{n}", f"hpczero stage {n}", stage=n) for n in range(4)),
+        *(_compiled(n) for n in (0, 3)),
         _torch("ddp", "torch DDP", "DDP"),
         _torch("zero-redundancy", "torch ZeroRedundancyOptimizer", "ZeroRedundancy"),
         _torch("fsdp2", "torch FSDP2", "FSDP2"),

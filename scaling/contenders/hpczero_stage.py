@@ -27,10 +27,19 @@ WINDOW_NBYTES = 16 * 2**20
 
 
 class Contender(base.Contender):
-    """Units by the default rule: every block, and the root."""
+    """Units by the default rule: every block, and the root; with ``compiled``, torch.compile makes a graph of a block."""
 
-    def __init__(self, stage: int, transport: str, *, overlap: bool = True, disk: int = 0) -> None:
+    def __init__(
+        self,
+        stage: int,
+        transport: str,
+        *,
+        overlap: bool = True,
+        disk: int = 0,
+        compiled: int = 0,
+    ) -> None:
         self.stage, self.transport, self.overlap = stage, transport, overlap
+        self._compiled = bool(compiled)
         self._offload = None
         if disk:
             self._offload = Offload("disk", "disk", "disk", scratch(), WINDOW_NBYTES, BUFFERS)
@@ -45,6 +54,9 @@ class Contender(base.Contender):
 
     def build(self, workload: Workload) -> None:
         model = base.gpt(workload)
+        if self._compiled:
+            for block in model.blocks:
+                block.compile()
         self.optimizer = base.adamw(model.parameters())
         self.model = hpczero.zeroify(
             model,

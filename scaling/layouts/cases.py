@@ -13,8 +13,9 @@ from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread
-from hpczero.predict.layout import LayoutPrediction, predict_layout
+from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, MeasuredKernels
+from hpczero.predict.model import Prediction, predict
 from scaling.evidence.harness import at_least
 
 
@@ -120,7 +121,7 @@ class Case:
 
     def foretold(
         self, machine: Machine, kernels: MeasuredKernels, *, overlap: bool = True
-    ) -> LayoutPrediction:
+    ) -> Prediction:
         """A step on nodes like ``machine``, whose ranks compute as ``kernels`` were measured.
 
         Args:
@@ -128,7 +129,7 @@ class Case:
             kernels: of one rank.
             overlap: whether computation hides messages between nodes.
         """
-        return predict_layout(self.spread, machine, kernels=kernels, overlap=overlap)
+        return predict(Job.of(self.spread, machine, kernels=kernels, overlap=overlap))
 
 
 def spread_of(

@@ -218,7 +218,7 @@ class SleepingPipeline:
             order.schedule, self._stages, order.micro_batches, chunks=order.interleave
         )
         costs = Costs(nap_s, BACKWARD * nap_s, message_s)
-        return simulate(lists, order.micro_batches, chunks=order.interleave, costs=costs).bubble
+        return simulate(lists, chunks=order.interleave, costs=costs).bubble
 
     def step(self) -> list[dict[str, float]]:
         """One step: of each rank its stage, and seconds ``busy``, ``waited`` for messages, ``idle``. Collective."""

@@ -12,11 +12,12 @@ import torch
 from hpczero.accelerator import HostAccelerator
 from hpczero.activations import Checkpointing
 from hpczero.adapters.gpt import GPTAdapter
+from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
-from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.models.config import GPTConfig
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.offload import MIB, Offload
-from hpczero.plan.peak import ModelSizes, PlannedRun
+from hpczero.plan.peak import PlannedRun
 from scaling.contenders.training import GPTTraining
 from scaling.contenders.workload import SEED
 
@@ -61,16 +62,12 @@ class Setting:
     def asked(self, topology: Topology, folder: Path) -> PlannedRun:
         """What the planner starts from."""
         return PlannedRun(
-            network=ModelSizes(self.model, tuple(parameter_shapes(self.model))),
-            ranks=topology.size,
-            local_size=topology.local_size,
+            self.model,
+            Mesh(shard=topology.size),
+            topology.local_size,
             transport=fastest_transport(topology.local_size, topology.num_nodes),
-            stage=3,
             precision="fp32",
-            sequence=self.context,
             micro_batch=self.sequences,
-            accumulation=1,
-            checkpointing=False,
             offload=Offload(folder=folder, window=WINDOW_MIB * MIB),
         )
 

@@ -24,13 +24,14 @@ from hpczero.errors import ConfigError, run
 from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
-from hpczero.predict.model import Prediction, largest_micro_batch, predict
+from hpczero.predict.model import Prediction, predict
 from scaling.contenders.ranks import end_on_sigterm
 from scaling.contenders.workload import find_model
 from scaling.evidence.harness import at_least, options_of, record
 from scaling.evidence.plot import Line, draw_lines
 from scaling.evidence.record import cores, path_of
 from scaling.evidence.spread import table_of
+from scaling.predict.fits import fit_of, largest_micro_batch, needed_nbytes
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def forecast(options: Options) -> Iterator[Forecast]:
         job = job_of(options, ranks)
         most, checkpointed = largest_micro_batch(job)
         if not most:
-            need = job.fit.needed_nbytes / 1e9
+            need = fit_of(job).needed_nbytes / 1e9
             raise ConfigError(
                 f"{options.model} at stage {options.stage} on {ranks} ranks of {job.machine.name}: one sequence needs "
                 f"{need:.1f} GB, a rank has {job.machine.usable / 1e9:.1f} GB; use more ranks, a higher --stage, or "
@@ -217,13 +218,13 @@ def job_of(options: Options, ranks: int) -> Job:
         local = min(machine.ranks_per_node, ranks)
         taken = fastest_transport(local, ranks // local, on_host=machine.shares_memory)
         transport = taken if options.transport == "auto" else options.transport
-    return Job(
-        model=find_model(options.model),
-        machine=machine,
-        ranks=ranks,
-        stage=options.stage,
-        precision=precision,
-        micro_batch=1,
+    return Job.plain(
+        find_model(options.model),
+        machine,
+        ranks,
+        options.stage,
+        precision,
+        1,
         checkpointing=bool(options.checkpointing),
         transport=transport,
         overlap=not options.no_overlap,
@@ -275,7 +276,7 @@ def forecast_table(found: Sequence[Forecast]) -> str:
             "TFLOP/s/rank": of(lambda step: f"{step.tflops:.3g}"),
             "MFU": of(lambda step: f"{step.mfu:.0%}"),
             "efficiency": of(lambda step: f"{step.tokens_per_s / step.job.ranks / base:.0%}"),
-            "GB/rank": of(lambda step: f"{step.job.needed_nbytes / 1e9:.1f}"),
+            "GB/rank": of(lambda step: f"{needed_nbytes(step.job) / 1e9:.1f}"),
         },
     )
 
@@ -322,7 +323,7 @@ def as_json(prediction: Prediction, most: int, checkpointed: bool) -> dict[str, 
         "tokens_per_s": prediction.tokens_per_s,
         "tflops_per_rank": prediction.tflops,
         "mfu": prediction.mfu,
-        "needed_nbytes": job.needed_nbytes,
+        "needed_nbytes": needed_nbytes(job),
     }
 
 

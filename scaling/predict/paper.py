@@ -15,10 +15,15 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 
-from hpczero.models.config import PRESETS, GPTConfig, parameter_count
-from hpczero.plan.sizing import ideal_activation_numel, ideal_state_nbytes
+from typing_extensions import override
+
+from hpczero.job.mesh import Mesh
+from hpczero.models.config import PRESETS, GPTConfig, parameter_count, parameter_shapes
+from hpczero.plan.plan import Plan
+from hpczero.plan.sizing import blockwise_plan, ideal_state_nbytes
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.predict.model import Prediction, predict
@@ -29,6 +34,8 @@ from scaling.evidence.spread import table_of
 MACHINE = "dgx-2-v100"
 STAGE = 2
 HALF_BYTES = 2
+# Elements per token and hidden unit that one block keeps for backward, by the paper's estimate (footnote 3).
+BLOCK_FACTOR = 12
 BATCH_STEP = 16  # the published batches of figure 3 are multiples of it
 ANCHOR_RANKS, ANCHOR_TFLOPS = 400, 15e3 / 400  # 15 PFLOP/s on 400 GPUs (abstract)
 # Memory that model and activations may take of the 32 GB: any value in this range, and none outside of it, gives all
@@ -54,20 +61,60 @@ class Run:
         """The figure, and how sure it is."""
         return "–" if self.tflops is None else f"{self.tflops:.1f} ({self.said})"
 
-    def job(self, machine: Machine) -> Job:
-        """For `hpczero.predict.model`."""
-        return Job(
-            model=self.model,
-            machine=machine,
-            ranks=self.ranks,
+    def predicted(self, machine: Machine) -> Prediction:
+        """A step by `hpczero.predict.model`, with the sums of the paper's model parallelism."""
+        job = PaperJob(
+            self.model,
+            Mesh(shard=self.data_parallel, tensor=self.model_parallel),
+            machine.ranks_per_node,
             stage=STAGE if self.zero else 0,
             precision="fp16",
             micro_batch=self.batch,
             checkpointing=True,
             transport="ipc",  # the ranks of a DGX-2 read each other's memory
+            on_device=True,
+            machine=machine,
             overlap=False,
-            model_parallel=self.model_parallel,
         )
+        return dataclasses.replace(predict(job), sums_s=job.sums_s)
+
+
+class PaperJob(Job):
+    """A job with the model parallelism of the paper, which cuts every matrix along its longer side."""
+
+    @cached_property
+    @override
+    def plan(self) -> Plan:
+        shapes = [(name, self._cut(shape)) for name, shape in parameter_shapes(self.model)]
+        return blockwise_plan(
+            shapes, num_shards=self.mesh.shard, stage=self.stage, precision=self.precision
+        )
+
+    def _cut(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Vectors are whole on every rank."""
+        if len(shape) < 2:
+            return shape
+        longest = max(range(len(shape)), key=lambda axis: shape[axis])
+        return tuple(
+            -(-size // self.mesh.tensor) if axis == longest else size
+            for axis, size in enumerate(shape)
+        )
+
+    @property
+    def sums_s(self) -> float:
+        """Two all-reduces of each block in forward, computed again in backward, and in backward itself.
+
+        There is also an all-gather of the block's input, which is kept sharded (sec. 6.1).
+        """
+        machine, cut = self.machine, self.mesh.tensor
+        if cut == 1:
+            return 0.0
+        on_one_node = cut <= machine.ranks_per_node
+        # over several nodes one ring, which crosses between two nodes by one NIC
+        rate = machine.node_rate if on_one_node else machine.nic_rate
+        latency = machine.node_latency if on_one_node else machine.nic_latency
+        one_way = (cut - 1) * (latency + self.input_nbytes / cut / rate)
+        return self.model.layers * (3 * 2 * 2 + 1) * one_way
 
 
 _WIDE = PRESETS["gpt-60b-wide"]
@@ -110,7 +157,7 @@ def calibrated() -> Machine:
     for _ in range(40):
         middle = (below + above) / 2
         tried = dataclasses.replace(machine, matmul_efficiency=middle)
-        if predict(FIGURE_3[-1].job(tried)).tflops < ANCHOR_TFLOPS:
+        if FIGURE_3[-1].predicted(tried).tflops < ANCHOR_TFLOPS:
             below = middle
         else:
             above = middle
@@ -125,6 +172,19 @@ def state_nbytes(run: Run) -> float:
         data_parallel=run.ranks // run.model_parallel,
         model_parallel=run.model_parallel,
     )
+
+
+def ideal_activation_numel(
+    *, hidden: int, layers: int, sequence: int, batch: int, checkpointing: bool
+) -> int:
+    """Activation elements of a transformer: 12·h·b·s·L; checkpointed h·b·s·L block inputs and one block.
+
+    Source: sec. 3.2, footnote 3, and sec. 6.1.
+    """
+    tokens = batch * sequence
+    if checkpointing:
+        return hidden * tokens * (layers + BLOCK_FACTOR)
+    return BLOCK_FACTOR * hidden * tokens * layers
 
 
 def activation_nbytes(run: Run, batch: int) -> float:
@@ -146,7 +206,7 @@ def compare(runs: tuple[Run, ...]) -> Iterator[Comparison]:
     machine, usable = calibrated(), sum(USABLE_RANGE) / 2
     for run in runs:
         batch = largest_batch(run, usable)
-        yield Comparison(run, state_nbytes(run), batch, predict(run.job(machine)))
+        yield Comparison(run, state_nbytes(run), batch, run.predicted(machine))
 
 
 def draw_paper(curve: Sequence[Comparison], path: Path) -> None:

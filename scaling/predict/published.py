@@ -14,8 +14,9 @@ from typing import Any, Literal
 from hpczero.job.mesh import Mesh
 from hpczero.models.config import PRESETS, GPTConfig
 from hpczero.plan.spread import Spread
-from hpczero.predict.layout import LayoutPrediction, predict_layout
+from hpczero.predict.job import Job
 from hpczero.predict.machine import load_machine
+from hpczero.predict.model import Prediction, predict
 
 Measure = Literal["TFLOP/s", "hardware TFLOP/s", "MFU, %", "tokens/s"]
 # A forward, and a backward of two, become four thirds where all of the forward is computed again.
@@ -35,12 +36,12 @@ class Published:
     said: str  # what of it is assumed, and what is known to be different
     overlap: bool = True  # whether anything is hidden
 
-    def predicted(self) -> LayoutPrediction:
+    def predicted(self) -> Prediction:
         """A step of it."""
         machine = load_machine(self.machine)
-        return predict_layout(self.spread, machine, overlap=self.overlap)
+        return predict(Job.of(self.spread, machine, overlap=self.overlap))
 
-    def of(self, found: LayoutPrediction) -> float:
+    def of(self, found: Prediction) -> float:
         """The measure by a prediction."""
         if self.measure == "tokens/s":
             return found.tokens_per_s / self.spread.mesh.size

@@ -22,8 +22,9 @@ from hpczero.models.config import PRESETS
 from hpczero.options.config import LayoutOptions
 from hpczero.plan.degrees import check_micro_batches, check_model
 from hpczero.plan.spread import Spread
-from hpczero.predict.layout import predict_layout
+from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine
+from hpczero.predict.model import predict
 from scaling.evidence.harness import Report, at_least, options_of, record, say
 from scaling.evidence.record import Row, head_of, of_kind, path_of, run_row, where_and_when
 from scaling.evidence.spread import table_of
@@ -169,7 +170,7 @@ def _simulated(options: Options, machine: Machine, spread: Spread) -> Row:
     check(programs)
     network = Network.of(described, message_s=options.message_us / 1e6)
     outcome = replay(programs, subject.places, network)
-    forecast = predict_layout(spread, described)
+    forecast = predict(Job.of(spread, described))
     nbytes, messages = recorded[0].planned
     return {
         "layout": spread.as_json(),

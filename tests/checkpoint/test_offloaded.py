@@ -331,7 +331,7 @@ def test_what_breaks_between_the_two_readings_is_not_trained_on(
 
         def fill(self: SlabReader, descriptor: int, dataset: Any, window: range, into: Any) -> None:
             key = dataset.name, window.start
-            if self._path == newest and dataset.name.endswith("exp_avg_sq") and key in seen:
+            if self.path == newest and dataset.name.endswith("exp_avg_sq") and key in seen:
                 raise CorruptCheckpoint(f"{dataset.name} has gone bad")
             seen.add(key)
             right(self, descriptor, dataset, window, into)

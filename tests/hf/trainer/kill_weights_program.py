@@ -165,8 +165,8 @@ def save_twice(place: Path, change: int, model: Any) -> None:
     from hpczero.hf import saving
     from tests.hf.trainer.runs import trainer_over_mpi
 
-    divided = saving._divided
-    vars(saving)["_divided"] = lambda tensors, most: divided(tensors, 12_000)
+    divided = saving.divided
+    vars(saving)["divided"] = lambda sizes, most: divided(sizes, 12_000)
     trainer = trainer_over_mpi(place, 6, model, stage=3, max_steps=1, eval_strategy="no")
     trainer.train()
     trainer.save_model()
