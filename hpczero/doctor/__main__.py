@@ -1,7 +1,4 @@
-"""The doctor command: ``[mpirun -n 2] python -m hpczero.doctor``.
-
-Owns: its options, and how findings reach the terminal. Must not know: how anything is measured.
-"""
+"""The doctor command: ``[mpirun -n 2] python -m hpczero.doctor``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Environment variables that make a run slow or wrong without a word.
+"""Environment variables that make a run slow or wrong without a word, and the packages of every rank.
 
-Owns: the table of traps; binding is not among them because `launch` measures it. Must not know: MPI, torch.
+Binding is not among the variables because `launch` measures it.
 """
 
 from __future__ import annotations

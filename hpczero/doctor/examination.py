@@ -1,7 +1,5 @@
 """The examination: every check in order, each behind a time limit.
 
-Owns: the order, and the gathering of facts from all ranks. Must not know: how findings are printed.
-
     launch -> nodes, cores, binding, threads -> MPI trials -> software -> files -> bandwidth
 
 Facts are gathered to all ranks, so that every rank draws the same findings and ends with the same exit code.
@@ -15,10 +13,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from hpczero.doctor import environment as software
-from hpczero.doctor import environment as variables
 from hpczero.doctor import launch, probes
-from hpczero.doctor import probes as mpi
-from hpczero.doctor import probes as storage
 from hpczero.doctor.finding import Finding, Status, TimeLimit
 from hpczero.files.direct import ALL, Striping, command, striping_of
 from hpczero.job.topology import Topology
@@ -107,7 +102,7 @@ def examine(
     yield world_size
     if world_size.status is Status.FAIL:
         return  # everything below would examine one lonely rank, as often as ranks were started
-    yield mpi.check_thread_level(probes.thread_level())
+    yield probes.check_thread_level(probes.thread_level())
     with TimeLimit("the first collective (duplicating the world communicator)", time_limit_s):
         topology = Topology.create(MPI.COMM_WORLD)
     with TimeLimit("gathering facts from all ranks", time_limit_s):
@@ -116,19 +111,19 @@ def examine(
     yield launch.check_cores(ranks, environment)
     yield launch.check_binding(ranks)
     yield launch.check_threads(ranks)
-    yield from variables.check_environment(environment)
+    yield from software.check_environment(environment)
     with TimeLimit("moving bytes between all ranks", time_limit_s):
         moved = probes.try_moves(topology.world.comm)
-    yield mpi.check_trials("move (Allgather)", moved)
+    yield probes.check_trials("move (Allgather)", moved)
     with TimeLimit("summing over all ranks", time_limit_s):
         summed = probes.try_sums(topology.world.comm)
-    yield mpi.check_trials("sum (Allreduce)", summed)
+    yield probes.check_trials("sum (Allreduce)", summed)
     with TimeLimit("the bandwidth measurement", time_limit_s):
         speed = probes.measure_pair(topology.world.comm)
-    yield mpi.check_pair(speed, same_node=ranks[0].node_index == ranks[-1].node_index)
+    yield probes.check_pair(speed, same_node=ranks[0].node_index == ranks[-1].node_index)
     if topology.num_nodes > 1 and topology.is_rectangular:
         with TimeLimit("measuring the algorithms between nodes", time_limit_s):
-            yield from mpi.check_between_nodes(*probes.measure_between_nodes(topology))
+            yield from probes.check_between_nodes(*probes.measure_between_nodes(topology))
     yield from software.check_versions(ranks)
     with TimeLimit("importing torch on rank 0", time_limit_s):
         # One rank only: a thousand imports at once can keep a parallel file system busy for minutes.
@@ -137,13 +132,13 @@ def examine(
     yield software.check_torch(*torch_facts)
     devices = software.gpu_devices()
     yield software.check_gpu(devices, ranks[0].versions, _word_of_mpi() if devices else "")
-    yield storage.check_shared_memory(ranks)
+    yield probes.check_shared_memory(ranks)
     vendor, version = MPI.get_vendor()
-    yield storage.check_mpi_io(vendor, version, environment)
+    yield probes.check_mpi_io(vendor, version, environment)
     with TimeLimit(f"the trial HDF5 file in {directory}", time_limit_s):
         hdf5 = probes.try_hdf5(topology.world.comm, directory)
-    yield storage.check_one_mpi(storage.loaded_mpi_libraries())
-    yield storage.check_hdf5(hdf5, directory)
+    yield probes.check_one_mpi(probes.loaded_mpi_libraries())
+    yield probes.check_hdf5(hdf5, directory)
     with TimeLimit(f"asking how {directory} is striped", time_limit_s):
         layout = striping_of(directory) if topology.is_root else None
         layout = topology.world.comm.bcast(layout, root=0)
@@ -169,8 +164,8 @@ def _word_of_mpi() -> str:
 def _library() -> Finding:
     vendor, version = MPI.get_vendor()
     standard = ".".join(map(str, MPI.Get_version()))
-    paths = ", ".join(storage.loaded_mpi_libraries())
-    return mpi.check_library(vendor, ".".join(map(str, version)), standard, paths)
+    paths = ", ".join(probes.loaded_mpi_libraries())
+    return probes.check_library(vendor, ".".join(map(str, version)), standard, paths)
 
 
 def _own_facts(topology: Topology, environment: Mapping[str, str]) -> launch.RankFacts:
@@ -181,6 +176,6 @@ def _own_facts(topology: Topology, environment: Mapping[str, str]) -> launch.Ran
         local_rank=topology.local_rank,
         cores=launch.affinity(),
         omp_threads=launch.omp_threads(environment),
-        shm_nbytes=storage.shared_memory_nbytes(),
+        shm_nbytes=probes.shared_memory_nbytes(),
         versions=software.installed_versions(),
     )

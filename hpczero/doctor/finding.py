@@ -1,7 +1,4 @@
-"""Finding: what one check saw, and what to do about it.
-
-Owns: the verdict type, its text form, the verdict over all findings. Must not know: MPI, torch, how facts are found.
-"""
+"""Finding: what one check saw, and what to do about it."""
 
 from __future__ import annotations
 

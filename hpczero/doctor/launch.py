@@ -1,8 +1,4 @@
-"""How the job was launched: rank count, nodes, cores, binding, threads.
-
-Owns: facts each rank tells about itself and the findings drawn from them. Must not know: MPI (facts come in as values),
-torch, files.
-"""
+"""How the job was launched: rank count, nodes, cores, binding, threads. Facts of the ranks come in as values."""
 
 from __future__ import annotations
 

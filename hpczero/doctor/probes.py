@@ -1,6 +1,5 @@
 """Probes: operations tried over a communicator, because what a library claims and what it does differ.
 
-Owns: trial collectives, the ping-pong, the trial file. Must not know: what is said about the results.
 Open MPI 4.1 names a half-precision type and refuses to sum it, and sums bfloat16 bytes without an error.
 """
 

@@ -1,7 +1,7 @@
 """What a job ran with, as JSON: ``python -m hpczero.doctor.record [FILE]``.
 
-Owns: which facts are kept. Must not know: MPI, torch; a job script calls it before the ranks start. Of the environment
-only variables of launchers, MPI libraries, fabrics and of ours are kept, and none whose name speaks of a secret.
+A job script calls it before the ranks start, so it needs neither MPI nor torch. Of the environment only variables of
+launchers, MPI libraries, fabrics and of ours are kept, and none whose name speaks of a secret.
 """
 
 from __future__ import annotations

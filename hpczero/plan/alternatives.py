@@ -184,10 +184,7 @@ def _offloaded(run: PlannedRun) -> Iterator[PlannedRun]:
 
 
 def _offload_options(offload: Offload) -> list[str]:
-    parts = ("optimizer", "gradients", "parameters")
-    chosen = [(name, getattr(offload, name)) for name in parts]
-    typed = [f"--offload.{name} {medium}" for name, medium in chosen if medium != "device"]
-    return [*typed, f"--offload.folder {offload.folder}"]
+    return [*offload.typed, f"--offload.folder {offload.folder}"]
 
 
 def _several_offloaded(run: PlannedRun) -> Iterator[PlannedRun]:

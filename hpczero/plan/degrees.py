@@ -1,7 +1,6 @@
 """From options to a mesh: how many ranks share what, and what of that cannot work.
 
-Owns: the meaning of ``--parallel.shard node``, and refusals that need the number of ranks, the nodes or the model. Must
-not know: torch, MPI, how anything is cut or sent. ``train``, ``sample`` and ``plan`` ask here, so they refuse alike.
+``train``, ``sample`` and ``plan`` ask here, so they refuse alike.
 """
 
 from __future__ import annotations

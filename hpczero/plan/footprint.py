@@ -1,7 +1,7 @@
 """Footprint: what a transport holds and sends beside the buffers of units, as far as the plan must know it.
 
-Owns: the description, and the sizes of places that buffers take in turn. Must not know: MPI, torch, units. Each
-transport states its own (``Collectives.footprint``); ``footprint_of`` predicts that of one that does not exist yet.
+Each transport states its own (``Collectives.footprint``); ``footprint_of`` predicts that of a transport that does not
+exist yet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""ShardLayout: which element of a unit lives on which rank.
+"""ShardLayout: which element of a unit lives on which rank; integers only.
 
-Owns: the place of every parameter in a unit's flat buffer and the cut of that buffer into equal shards. Must not know:
-MPI, torch, dtypes, modules. Unit views, checkpoints, memory prediction and resharding all ask here.
+Unit views, checkpoints, memory prediction and resharding all ask here.
 
     parameters, end to end      [ wte ......... | wpe .. | ln | padding ]      numel, then padded_numel
     shards, equal               [ s = 0 | s = 1 | s = 2 | s = 3         ]      shard_numel each

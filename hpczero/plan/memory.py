@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 from hpczero.plan.footprint import (
     Footprint,
@@ -34,16 +35,7 @@ class TrafficPlan:
     messages: int = 0
 
     def __add__(self, other: TrafficPlan) -> TrafficPlan:
-        return TrafficPlan(
-            self.all_gathers + other.all_gathers,
-            self.reduce_scatters + other.reduce_scatters,
-            self.all_gather_numel + other.all_gather_numel,
-            self.reduce_scatter_numel + other.reduce_scatter_numel,
-            self.all_gather_nbytes + other.all_gather_nbytes,
-            self.reduce_scatter_nbytes + other.reduce_scatter_nbytes,
-            self.padding + other.padding,
-            self.messages + other.messages,
-        )
+        return TrafficPlan(*map(add, vars(self).values(), vars(other).values()))
 
     @property
     def numel(self) -> int:

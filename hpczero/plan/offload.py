@@ -1,6 +1,4 @@
-"""Offload: where optimizer state, gradients and parameters rest between uses.
-
-Owns: the choice, and what can be chosen together. Must not know: torch, tiers, how anything is moved.
+"""Offload: where optimizer state, gradients and parameters rest between uses, and what can be chosen together.
 
 Source: Rajbhandari et al., ZeRO-Infinity, SC21, sec. 5; Ren et al., ZeRO-Offload, ATC21.
 """
@@ -57,6 +55,16 @@ class Offload:
     delayed: bool = False
 
     @property
+    def parts(self) -> dict[str, Medium]:
+        """Where each part rests, by its option."""
+        return {name: getattr(self, name) for name in ("optimizer", "gradients", "parameters")}
+
+    @property
+    def typed(self) -> list[str]:
+        """The options of what rests elsewhere."""
+        return [f"--offload.{name} {on}" for name, on in self.parts.items() if on != "device"]
+
+    @property
     def on_host(self) -> bool:
         """Whether the host updates what rests in its memory."""
         return self.step == "host" and self.any
@@ -79,17 +87,12 @@ class Offload:
             PlanError: says what, and what to choose instead.
         """
         self._check_types()
-        parts = {
-            "optimizer": self.optimizer,
-            "gradients": self.gradients,
-            "parameters": self.parameters,
-        }
-        for name, medium in parts.items():
+        for name, medium in self.parts.items():
             if medium not in MEDIA:
                 raise PlanError(
                     f"offload.{name}: got {medium!r}, expected one of {', '.join(MEDIA)}"
                 )
-        away = {name: medium for name, medium in parts.items() if medium != "device"}
+        away = {name: medium for name, medium in self.parts.items() if medium != "device"}
         if len(set(away.values())) > 1:
             raise PlanError(
                 f"offload: got {', '.join(f'{n} on {m}' for n, m in away.items())}, expected one medium for all that "
@@ -173,12 +176,7 @@ class Offload:
         """One line for a run header; empty where nothing rests elsewhere."""
         if not self.any:
             return ""
-        parts = {
-            "optimizer": self.optimizer,
-            "gradients": self.gradients,
-            "parameters": self.parameters,
-        }
-        said = ", ".join(f"{name} on {medium}" for name, medium in parts.items())
+        said = ", ".join(f"{name} on {medium}" for name, medium in self.parts.items())
         said += ", stepped on by the host" if self.step == "host" else ""
         said += ", one step late (this changes the result)" if self.delayed else ""
         return said if self.fraction == 1 else f"{said}, at least {self.fraction:.1%} of them"

@@ -1,8 +1,5 @@
 """OffloadedPlan: bytes of one rank where parts of its shards rest on a memory tier.
 
-Owns: what is held in memory besides, what rests on the medium, and what moves in a step. Must not know: torch, tiers,
-how anything is moved.
-
 Source: Rajbhandari et al., ZeRO-Infinity, SC21, sec. 3 and 5; the table is in docs/tiers.md.
 """
 
@@ -223,42 +220,6 @@ class Sides:
         """The fraction at which both sides end together; a larger one takes longer, a smaller one saves memory less."""
         on_device = 1 / self.device
         return on_device / (on_device + self.host_s)
-
-
-@dataclass(frozen=True)
-class UnitTimes:
-    """Seconds of one unit in a step.
-
-    Attributes:
-        backward: of its backward on the device.
-        device_step: of its update there.
-        host_step: of its gradient's way to the host, its update there, and its parameters' way back.
-    """
-
-    backward: float
-    device_step: float
-    host_step: float
-
-
-def hidden_split(times: Sequence[UnitTimes]) -> int:
-    """The fewest units, from the first on, that must stay on the device so that nobody waits for the host.
-
-    The host begins with a unit when its gradient is there, and takes one after the other. The device goes on with the
-    backward of the units before it, and then updates its own. What is reduced last cannot hide, so it stays.
-
-    Args:
-        times: (units,) in the order of forward.
-    """
-    for kept in range(len(times) + 1):
-        clock = host_free = 0.0
-        for place, unit in reversed(list(enumerate(times))):
-            clock += unit.backward
-            if place >= kept:
-                host_free = max(host_free, clock) + unit.host_step
-        device_free = clock + sum(unit.device_step for unit in times[:kept])
-        if host_free <= device_free:
-            return kept
-    return len(times)
 
 
 ADAM_STATES = 2

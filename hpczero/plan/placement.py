@@ -1,8 +1,5 @@
 """Placement: which part of a parameter of the whole model a rank holds, where ranks share one copy of the model.
 
-Owns: the cut of one parameter over tensor parallel ranks, and where each of its elements lies in the whole one. Must
-not know: torch, MPI, layers, units.
-
 A parameter is cut along one dimension. The dimension may consist of ``strips`` that are cut each by itself: the
 products q, k and v in one weight are three. The cut falls between ``grain`` elements, a head say, that stay together.
 Where the grains do not divide, the last parts are padded in memory; files and norms know no padding.

@@ -1,7 +1,6 @@
-"""Plan: the decision before a byte is allocated.
+"""Plan: which parameters form a unit, and the prediction of bytes held and bytes sent, before a byte is allocated.
 
-Owns: stages, which parameters form a unit, and the prediction of bytes held and bytes sent. Must not know: torch
-(modules are walked by their public names only), MPI, buffers. `rules` picks the modules; `Unit` carries a UnitSpec out.
+Modules are walked by their public names only, without torch. `rules` picks the modules; `Unit` carries a UnitSpec out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Precision: dtypes of parameters, wire and masters, and what happens to a non-finite gradient.
 
-Owns: the dtype decision and the loss scale's arithmetic. Must not know: MPI, units, optimizers. It holds dtype *names*,
-so that the plan can count bytes without torch.
+It holds dtype *names*, so that the plan can count bytes without torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rules: which modules form a unit.
 
-Owns: the default choice and the two ways to replace it. Must not know: ranks, stages, buffers. A rule is a function
-from a model to groups of module names. Parameters in no group belong to the root unit and stay whole during the whole
-forward.
+A rule is a function from a model to groups of module names. Parameters in no group belong to the root unit and stay
+whole during the whole forward.
 """
 
 from __future__ import annotations

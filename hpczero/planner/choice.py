@@ -1,6 +1,5 @@
 """The choice: of all settings that fit, the one that is foretold to take least time for a step.
 
-Owns: the order of settings, and what binds. Must not know: how bytes or seconds are counted, words, torch, MPI.
 The same inputs give the same answer on every rank; who measures must hand every rank the same numbers.
 """
 
@@ -10,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeVar
 
 from hpczero.errors import PlanError
 from hpczero.plan.offload import MIB, NOTHING_AWAY, Activations, Medium, Offload
@@ -76,10 +76,8 @@ def candidates(run: PlannedRun, freedom: Freedom) -> Iterator[PlannedRun]:
 
 def tiers(run: PlannedRun) -> int:
     """How many of the parts of ``run`` rest elsewhere, inputs of blocks among them."""
-    chosen = run.offload
-    parts = [chosen.optimizer, chosen.gradients, chosen.parameters]
     inputs = run.checkpointing and run.kept.away
-    return sum(part != "device" for part in parts) + inputs
+    return len(run.offload.typed) + inputs
 
 
 def _checkpointings(run: PlannedRun, freedom: Freedom) -> list[tuple[bool, Activations]]:
@@ -139,6 +137,7 @@ def _micro_batches(run: PlannedRun, freedom: Freedom) -> list[int]:
     return sizes[:MOST_MICRO_BATCHES]
 
 
+Found = TypeVar("Found")
 ALIKE = 0.01  # of a step: settings closer than that are told apart by their simplicity
 
 
@@ -217,18 +216,27 @@ def choose(
     too_large: list[Foretold] = []
     for run in runs:
         (fitting if fits(run) else too_large).append(Foretold(run, foretell(run)))
-    fitting.sort(key=lambda found: found.step_s)  # stable: simpler first
-    if fitting:
-        within = fitting[0].step_s * (1 + ALIKE)
-        alike = [found for found in fitting if found.step_s <= within]
-        simplest = min(alike, key=lambda found: _simplicity(found.run))
-        fitting.remove(simplest)
-        fitting.insert(0, simplest)
+    fitting = in_order(fitting, lambda found: found.step_s, lambda found: _simplicity(found.run))
     return Choice(
         tuple(fitting),
         min(too_large, key=lambda found: found.step_s, default=None),
         len(fitting) + len(too_large),
     )
+
+
+def in_order(
+    found: Iterable[Found],
+    step_s: Callable[[Found], float],
+    simplicity: Callable[[Found], tuple[float, ...]],
+) -> list[Found]:
+    """The fastest first; before it, of those that are as fast within one percent, the simplest."""
+    ordered = sorted(found, key=step_s)  # stable: simpler first
+    if ordered:
+        within = step_s(ordered[0]) * (1 + ALIKE)
+        simplest = min((one for one in ordered if step_s(one) <= within), key=simplicity)
+        ordered.remove(simplest)
+        ordered.insert(0, simplest)
+    return ordered
 
 
 def _simplicity(run: PlannedRun) -> tuple[float, ...]:
@@ -243,9 +251,6 @@ def kind_of(run: PlannedRun) -> tuple[object, ...]:
     return run.stage, whole, run.checkpointing, run.kept
 
 
-PARTS = ("optimizer", "gradients", "parameters")
-
-
 def options_of(run: PlannedRun) -> list[str]:
     """The settings as options of ``hpczero.train``, each as it is typed."""
     offload = run.offload
@@ -256,10 +261,7 @@ def options_of(run: PlannedRun) -> list[str]:
         f"--train.accumulation {run.accumulation}",
         f"--model.checkpoint_activations {str(run.checkpointing).lower()}",
     ]
-    for name in PARTS:
-        medium = getattr(offload, name)
-        if medium != "device":
-            typed.append(f"--offload.{name} {medium}")
+    typed += offload.typed
     if offload.medium == "disk":
         typed.append(f"--offload.folder {offload.folder}")
     typed += _beside_parts(offload)
@@ -301,8 +303,7 @@ def describe(found: Foretold) -> str:
 
 def away(run: PlannedRun) -> str:
     """What rests elsewhere, such as ``optimizer and gradients of 3 of 9 units on disk``."""
-    parts = [name for name in PARTS if getattr(run.offload, name) != "device"]
-    *most, last = parts
+    *most, last = [name for name, medium in run.offload.parts.items() if medium != "device"]
     said = f"{', '.join(most)} and {last}" if most else last
     some = ""
     if run.offload.fraction < 1:

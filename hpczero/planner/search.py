@@ -1,9 +1,6 @@
 """The search: all settings that a planner may choose, held against memory, ordered by their time.
 
-Owns: the order of questions, and that all ranks ask the same ones. Must not know: how bytes or seconds are counted, how
-ranks agree, torch, MPI.
-
-    all or nothing on a tier -> which fit -> the least part of those that need a tier -> which fit -> the choice
+all or nothing on a tier -> which fit -> the least part of those that need a tier -> which fit -> the choice
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from hpczero.plan.offloaded import least_fraction, short_fraction, units_away
 from hpczero.plan.peak import PlannedRun
 from hpczero.plan.precision import DType
 from hpczero.plan.spread import Spread
-from hpczero.planner.choice import Choice, Freedom, candidates, choose
+from hpczero.planner.choice import Choice, Freedom, candidates, choose, in_order
 from hpczero.predict.job import Job, balance_of
 from hpczero.predict.machine import Kernels, Machine, Roofline
 from hpczero.predict.model import Prediction, predict
@@ -34,7 +31,6 @@ from hpczero.predict.model import Prediction, predict
 # are checkpointed where a layout does not fit otherwise. Context is not tried: it is for samples that do not fit at
 # all.
 
-ALIKE = 0.01  # of a step: layouts closer than that are told apart by their simplicity
 STAGES = (0, 1, 2, 3)
 STAGED = (
     1,
@@ -82,13 +78,7 @@ def search_layouts(
         fitting = _fitting(replace(spread, reduce=reduce), machine.usable)
         if fitting is not None:
             found.append(FoundLayout(fitting, options, predict(Job.of(fitting, machine))))
-    found.sort(key=lambda each: each.step.step_s)
-    if found:
-        most = found[0].step.step_s * (1 + ALIKE)
-        simplest = min((each for each in found if each.step.step_s <= most), key=_simplicity)
-        found.remove(simplest)
-        found.insert(0, simplest)
-    return found
+    return in_order(found, lambda each: each.step.step_s, _simplicity)
 
 
 def layout_candidates(

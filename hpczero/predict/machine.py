@@ -1,8 +1,4 @@
-"""Machines: what their data sheets say, from TOML, every number with its source; and how fast work runs on them.
-
-Owns: the file format, and kernels as a roofline. Must not know: models, collectives, where a number is used. A machine
-that measures itself has another subclass of `Kernels`.
-"""
+"""Machines: what their data sheets say, from TOML, every number with its source; and how fast work runs on them."""
 
 from __future__ import annotations
 

@@ -71,12 +71,7 @@ class Cost:
         return Cost.of_all((self, other))
 
     def __mul__(self, times: float) -> Cost:
-        return Cost(
-            self.seconds * times,
-            self.host_s * times,
-            self.messages * times,
-            self.launches * times,
-        )
+        return Cost(*(value * times for value in vars(self).values()))
 
 
 NOTHING = Cost()

@@ -1,7 +1,4 @@
-"""The preflight command: ``srun --ntasks-per-node=1 python -m hpczero.preflight``.
-
-Owns: its options, and how reports reach the reader. Must not know: how anything is measured.
-"""
+"""The preflight command: ``srun --ntasks-per-node=1 python -m hpczero.preflight``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What each node is asked to do: count GPUs, write and read files, exchange bytes with every other node.
 
-Owns: the trials. Must not know: how results are judged. One rank of each node acts; all ranks must call.
+One rank of each node acts; all ranks must call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the nodes of a job have shown, and which of them are bad.
-
-Owns: the report of a node, and the rules. Must not know: MPI, files, how anything was measured.
-"""
+"""What the nodes of a job have shown, and which of them are bad."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The probe of a job: its kernels, links and tiers, as one rank of it will find them while all others work too.
-
-Owns: what is asked of a job. Must not know: how a piece is measured, what is done with the answer.
-"""
+"""The probe of a job: its kernels, links and tiers, as one rank of it will find them while all others work too."""
 
 from __future__ import annotations
 

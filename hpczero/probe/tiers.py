@@ -1,7 +1,4 @@
-"""How fast this job's ranks together write to and read from a memory tier, by the tier's own calls.
-
-Owns: the trial. Must not know: models, plans, what is said of it.
-"""
+"""How fast this job's ranks together write to and read from a memory tier, by the tier's own calls."""
 
 from __future__ import annotations
 

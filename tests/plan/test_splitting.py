@@ -16,9 +16,7 @@ from hpczero.plan import Plan, Stage
 from hpczero.plan.offloaded import (
     OffloadedPlan,
     Sides,
-    UnitTimes,
     cuts,
-    hidden_split,
     least_fraction,
     short_fraction,
     units_away,
@@ -78,49 +76,6 @@ def test_both_sides_end_together_at_the_balance() -> None:
     assert all(sides.step_s(numel, r / 100) >= host * (1 - 1e-12) for r in range(101))
     assert math.isclose(sides.step_s(numel, 1.0), numel * sides.host_s)
     assert math.isclose(sides.step_s(numel, 0.0), numel / 6e10)
-
-
-def ends(times: list[UnitTimes], kept: int) -> tuple[float, float]:
-    """When the host and the device have ended, found by advancing a clock in small steps."""
-    tick, now = 1 / 64, 0.0
-    order = list(reversed(range(len(times))))
-    backward = {i: times[i].backward for i in order}
-    steps = {i: times[i].device_step for i in range(kept)}
-    queue: list[int] = []
-    host = {i: times[i].host_step for i in order if i >= kept}
-    host_end = device_end = 0.0
-    while any(backward.values()) or any(steps.values()) or any(host.values()):
-        working = next((i for i in order if backward[i] > 0), None)
-        busy = next((i for i in queue if host[i] > 0), None)
-        now += tick
-        if busy is not None:
-            host[busy] -= tick
-            host_end = now
-        if working is not None:
-            backward[working] -= tick
-            device_end = now
-            if backward[working] == 0 and working >= kept:
-                queue.append(working)
-        else:
-            stepping = next((i for i in steps if steps[i] > 0), None)
-            if stepping is not None:
-                steps[stepping] -= tick
-                device_end = now
-    return host_end, device_end
-
-
-def test_the_fewest_units_stay_that_hide_the_host_s_work() -> None:
-    dice = random.Random(7)
-    for _ in range(60):
-        times = [
-            UnitTimes(*(dice.randrange(1, top) / 64 for top in (9, 4, 24)))
-            for _ in range(dice.randrange(1, 7))
-        ]
-        kept = hidden_split(times)
-        hidden = [
-            host <= device for host, device in (ends(times, k) for k in range(len(times) + 1))
-        ]
-        assert hidden.index(True) == kept
 
 
 def test_a_fraction_must_be_one_and_needs_something_elsewhere() -> None:
