@@ -1,7 +1,4 @@
-"""The sampling command: ``[mpirun -n 2] python -m hpczero.sample runs/default --prompt "def "``.
-
-Owns: its options. Must not know: how text is generated, which is ``run/sampling.py``.
-"""
+"""The sampling command: ``[mpirun -n 2] python -m hpczero.sample runs/default --prompt "def "``."""
 
 from __future__ import annotations
 
@@ -56,10 +53,6 @@ class SampleOptions:
 def check_layout(options: LayoutOptions, stage: int) -> None:
     """Refuse what cannot work, or would do nothing, where text is written one token after the other.
 
-    Args:
-        options: degrees.
-        stage: of ZeRO.
-
     Raises:
         ConfigError: names the option and what to change.
     """
@@ -70,15 +63,13 @@ def check_layout(options: LayoutOptions, stage: int) -> None:
             "that is too large for a rank)"
         )
     useless = {
-        "secondary": (options.secondary, "nothing is gathered for a backward"),
-        "schedule": (options.schedule, "there is no backward to order"),
-        "interleave": (
-            options.interleave if options.interleave > 1 else None,
-            "one text fills no pipeline",
-        ),
+        "secondary": "nothing is gathered for a backward",
+        "schedule": "there is no backward to order",
+        "interleave": "one text fills no pipeline",
     }
-    for name, (got, why) in useless.items():
-        if got:
+    for name, why in useless.items():
+        got = getattr(options, name)
+        if got != getattr(LayoutOptions, name):
             raise ConfigError(
                 f"--parallel.{name}: got {str(got).lower()}, but in sampling {why}; leave it out"
             )

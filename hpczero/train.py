@@ -1,7 +1,6 @@
 """The training command: ``[mpirun -n 4] python -m hpczero.train [run.toml] [--section.key value ...]``.
 
-Owns: the order of events until torch and MPI have started. Must not know: the loop itself (``loop.py``), what is
-refused before it, and how a job ends then (``run/starting/precheck.py``).
+Here is the order of events until torch and MPI have started; the loop itself is ``run/loop.py``.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ def main() -> int:
     if model is not None:
         check_model(config.parallel, model)
     environment = Environment.read()
-    with (
-        Signals() as signals
-    ):  # now: the imports below take seconds, in which SIGUSR1 would end the process
+    # Now: the imports below take seconds, in which SIGUSR1 would end the process.
+    with Signals() as signals:
         path, level = config.run.path, config.log.level
         tell_start("hpczero.train", environment.launched_ranks, results=path, level=level)
         # Here and not at the top: the line above must not wait for NumPy, which this takes, nor the other ranks.

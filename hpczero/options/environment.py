@@ -38,14 +38,15 @@ LOCAL_RANK_VARIABLES = (
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 # Those of a job. What set-up and tests read is spelt otherwise and no typing error of these.
 OWN_VARIABLES = (
-    *(
-        "HPCZERO_STRICT",
-        "HPCZERO_FAKE_NODES",
-        "HPCZERO_TIMEOUT",
-        "HPCZERO_TRANSPORT",
-        "HPCZERO_ALGORITHMS",
-    ),
-    *("HPCZERO_OVERLAP", "HPCZERO_KEEP_HEAP", "HPCZERO_GPU_AWARE", "HPCZERO_SERIES"),
+    "HPCZERO_STRICT",
+    "HPCZERO_FAKE_NODES",
+    "HPCZERO_TIMEOUT",
+    "HPCZERO_TRANSPORT",
+    "HPCZERO_ALGORITHMS",
+    "HPCZERO_OVERLAP",
+    "HPCZERO_KEEP_HEAP",
+    "HPCZERO_GPU_AWARE",
+    "HPCZERO_SERIES",
     "HPCZERO_DISTRIBUTED",
 )
 # By which each of these tells a process its rank.
@@ -120,7 +121,6 @@ class Environment:
             ConfigError: a value cannot be used; the message names the variable.
         """
         values = os.environ if variables is None else variables
-        strict = _switch(values, "HPCZERO_STRICT")
         fake_nodes = values.get("HPCZERO_FAKE_NODES") or None
         if fake_nodes is not None:
             node_shape(fake_nodes, "HPCZERO_FAKE_NODES")
@@ -130,9 +130,6 @@ class Environment:
         except ValueError:
             timeout_s = math.nan
         require(0 <= timeout_s < math.inf, "HPCZERO_TIMEOUT", text, "seconds, 0 or above")
-        overlap = _switch(values, "HPCZERO_OVERLAP")
-        keep_heap = _switch(values, "HPCZERO_KEEP_HEAP")
-        distributed = _switch(values, "HPCZERO_DISTRIBUTED")
         transport = values.get("HPCZERO_TRANSPORT") or "auto"
         known = get_args(Transport)
         require(transport in known, "HPCZERO_TRANSPORT", transport, f"one of {', '.join(known)}")
@@ -143,13 +140,13 @@ class Environment:
         of_step = launched_by == "SLURM_STEP_NUM_TASKS"
         tasks = "SLURM_STEP_TASKS_PER_NODE" if of_step else "SLURM_NTASKS_PER_NODE"
         return cls(
-            strict == "1",
+            _switch(values, "HPCZERO_STRICT") == "1",
             fake_nodes,
             timeout_s,
             cast(Transport, transport),
             values.get("HPCZERO_ALGORITHMS") or "auto",
-            overlap != "0",
-            keep_heap != "0",
+            _switch(values, "HPCZERO_OVERLAP") != "0",
+            _switch(values, "HPCZERO_KEEP_HEAP") != "0",
             any(value and name in MALLOC_VARIABLES for name, value in values.items()),
             Path(values.get("XDG_CACHE_HOME") or "~/.cache") / "hpczero",
             job,
@@ -166,7 +163,7 @@ class Environment:
             values.get(tasks, ""),
             _launched_rank(values, launched_by),
             digits(values.get("WORLD_SIZE", "")) if values.get("RANK") else None,
-            distributed != "0",
+            _switch(values, "HPCZERO_DISTRIBUTED") != "0",
             digits(values.get("SLURM_NTASKS", "")),
         )
 
@@ -207,11 +204,8 @@ def _launched_rank(values: Mapping[str, str], launched_by: str) -> int | None:
 
 def _local_rank(values: Mapping[str, str]) -> int | None:
     # mpirun inside an sbatch script leaves SLURM_LOCALID at 0 for all ranks, so it comes last.
-    for name in LOCAL_RANK_VARIABLES:
-        rank = digits(values.get(name, ""))
-        if rank is not None:
-            return rank
-    return None
+    ranks = (digits(values.get(name, "")) for name in LOCAL_RANK_VARIABLES)
+    return next((rank for rank in ranks if rank is not None), None)
 
 
 def _switch(values: Mapping[str, str], name: str) -> str:

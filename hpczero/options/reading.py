@@ -1,10 +1,8 @@
 """Reading options: TOML file and command line into frozen dataclasses, and back into TOML.
 
-Owns: the strictness (unknown names and wrong types are errors that name the place) and what a bad option does to a
-parallel job. Must not know: which options exist, MPI, torch.
-
-The TOML file overrides defaults, and the command line overrides the file. Every rank reads the same input before MPI
-starts and finds the same error, so every rank ends by itself with exit 78.
+Unknown names and wrong types are errors that name the place. The TOML file overrides defaults, and the command line
+overrides the file. Every rank reads the same input before MPI starts and finds the same error, so every rank ends by
+itself with exit 78.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import tyro
 from hpczero.errors import ConfigError, launcher_rank
 from hpczero.files.regular import read_text, reason, shown
 from hpczero.options.config import RunConfig
-from hpczero.options.types import JsonObject, checked, registry
+from hpczero.options.types import JsonObject, registry
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -121,9 +119,8 @@ def _near(complaint: str, cls: type) -> str:
     if unknown is None or "Perhaps" in complaint:
         return ""
     words = set(re.split(r"[._-]", unknown[1].rpartition(".")[2]))
-    hints = (
-        typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
-    )  # else: of subcommands
+    # Subcommands are a union of dataclasses, of which nothing is looked up here.
+    hints = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
     sections = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     names = [name for name in hints if name not in sections]
     names += [
@@ -186,10 +183,6 @@ def _from_table(cls: type[T], table: Mapping[str, object], prefix: str) -> T:
 
 def _convert(value: object, hint: Any, name: str) -> object:  # Any: a type form has no common type
     """``value``, if it has the type that the annotation ``hint`` says; otherwise an error."""
-    try:
-        checked(value)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from error
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ConfigError(f"{name}: got {shown(value)}, expected a section [{name}]")

@@ -1,7 +1,6 @@
 """What options and environment variables have in common: the values they may take, and how wrong ones are refused.
 
-Owns: the names of transports and algorithms, the form of GxL, the text of a refusal. Must not know: options, variables,
-MPI, torch. A program that only calls ``zeroify`` needs this file and never loads the command line's library.
+A program that only calls ``zeroify`` needs this file and never loads the command line's library.
 """
 
 from __future__ import annotations

@@ -20,17 +20,8 @@ from hpczero.plan.sizing import Batch
 from hpczero.train import model_config
 from tests.files.test_regular import at_once
 
-TYPED = ("9" * 5001, "-" + "9" * 5001, "²", "٣", "1e400", "nan", "", "\udcff", "a" * 5000, "9" * 30)
-WRITTEN = (
-    "9" * 5001,
-    "9" * 400,
-    "1e400",
-    "nan",
-    '"\\u0000"',
-    f'"{"a" * 5000}"',
-    "[" * 3000,
-    "[[]]",
-)
+TYPED = ("9" * 5001, "-1", "1e400", "nan", "", "\udcff", "many")
+WRITTEN = ("9" * 5001, "-1", "1e400", "nan", "[" * 3000, "[[]]")
 
 
 def options() -> Iterator[tuple[str, str]]:
@@ -45,9 +36,9 @@ def test_any_value_of_any_option_is_taken_or_refused_by_name(
 ) -> None:
     file = tmp_path / "run.toml"
     refused = []
-    for value in (*TYPED, *WRITTEN):
+    for typed, value in [*((True, v) for v in TYPED), *((False, v) for v in WRITTEN)]:
         try:
-            if value in TYPED:
+            if typed:
                 twice = [value] * (2 if name == "betas" else 1)
                 config = read_run_config([f"--{section}.{name}", *twice])
             else:
@@ -92,7 +83,7 @@ def test_other_commands_refuse_them_too(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hpczero").write_text("text")
     refused: list[HpcZeroError] = []
-    for value in ("9" * 5001, "²", "\udcff", "a" * 5000, "9" * 30, str(2**62), "1e400", "-1"):
+    for value in ("9" * 5001, "many", "9" * 30, str(2**62), "1e400", "-1"):
         monkeypatch.setattr(sys, "argv", ["x", *args.format(value).split(" ")])
         try:
             with at_once():
