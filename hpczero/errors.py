@@ -1,7 +1,6 @@
 """The error tree, exit codes, and the one way a command ends.
 
-Owns: what an error is called and which exit code a batch system sees. Must not know: torch, units, stages. It uses MPI
-only where the module is loaded already: an error must not start MPI.
+It uses MPI only where the module is loaded already: an error must not start MPI.
 """
 
 from __future__ import annotations
@@ -264,9 +263,7 @@ def explain_exhaustion(text: str) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if is_out_of_memory(error):
-            with suppress(OSError):
-                sys.stderr.write(f"[rank {launcher_rank()}] out of memory: {hook.explains}\n")  # type: ignore[attr-defined]
-                sys.stderr.flush()
+            _say(f"out of memory: {hook.explains}")  # type: ignore[attr-defined]
         previous(kind, error, trace)  # which may end the job
 
     hook.explains = text  # type: ignore[attr-defined]
@@ -321,9 +318,7 @@ def run(main: Callable[[], int | None]) -> None:
     The rule of ``python -m mpi4py``: an uncaught error must not leave peers waiting in a collective for ever.
     """
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # as stderr: paths and texts may be any bytes
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: paths may be any bytes
     try:
         code = main() or 0
         sys.stdout.flush()

@@ -108,10 +108,7 @@ def agreed(comm: MPI.Intracomm, watchdog: Watchdog, what: str) -> Iterator[None]
     Collective over ``comm``, at the end of the block. The block must not communicate: a rank that fails leaves it
     early.
 
-    Args:
-        comm: the ranks that agree.
-        watchdog: of the call at the end.
-        what: names the work in the message, e.g. ``"open the token file"``.
+    ``what`` names the work in the message, e.g. ``"open the token file"``.
 
     Raises:
         HpcZeroError: of the class that the first failing rank raised; the message names the ranks that failed. A
@@ -218,13 +215,7 @@ class Group:
     ) -> Group:
         """Split ``comm``, which belongs to the group from now on. Collective over ``comm``; ``free`` undoes it.
 
-        Args:
-            comm: the ranks.
-            nodes: ranks of ``comm`` on each node.
-            name: of the group; debuggers and traces show it.
-            watchdog: borrowed.
-            forwards: borrowed.
-            faked: whether ``nodes`` was given.
+        ``nodes`` has the ranks of ``comm`` on each node. Debuggers and traces show ``name``.
         """
         node_index = next(g for g, ranks in enumerate(nodes) if comm.rank in ranks)
         local_rank = nodes[node_index].index(comm.rank)
@@ -247,9 +238,7 @@ class Group:
         Each rank calls it with its own part. A rank whose part is itself alone needs no other rank and may call it at
         any time.
 
-        Args:
-            ranks: in rising order; the parts of all ranks are disjoint or equal.
-            name: as for ``create``.
+        ``ranks`` are in rising order. The parts of all ranks are disjoint or equal.
         """
         if len(ranks) == 1:
             own = named(MPI.COMM_SELF.Dup(), name)
@@ -339,11 +328,15 @@ class Group:
     # Results are made inside: whoever tries again what a signal has kept from them would meet the others' next call.
 
     def agreed(self, what: str) -> AbstractContextManager[None]:
-        """Run rank-local work inside; if any rank raises, all ranks raise.
-
-        Collective at the end; ``job.agreed`` says more.
-        """
+        """``agreed`` over this group."""
         return agreed(self.comm, self.watchdog, what)
+
+    def same(self, mine: str, what: str, unlike: Exception) -> None:
+        """Raise ``unlike``, on every rank, if any rank has another text than rank 0. Collective over the group."""
+        first = self.broadcast_text(mine)
+        with self.agreed(what):
+            if mine != first:
+                raise unlike
 
     def gather(self, value: float) -> list[float]:
         """``value`` of every rank in rank order, on every rank, as fp64. Collective over the group."""
@@ -449,13 +442,7 @@ def named(comm: MPI.Comm, name: str) -> MPI.Intracomm:
 def unlike(group: Group, mine: Sequence[str], root: int = 0) -> tuple[str, str] | None:
     """Lines that only this rank has, and lines that only ``root`` has; None if both have the same. Collective.
 
-    Args:
-        group: the ranks that are compared.
-        mine: lines of this rank, in an order that counts.
-        root: rank of the group whose lines are expected.
-
-    Returns:
-        Two texts, each with ``; `` between its lines, or ``nothing``.
+    The order of lines counts. Each of the two texts has ``; `` between its lines, or is ``nothing``.
     """
     text = group.broadcast_text("\n".join(mine), root)
     expected = text.split("\n") if text else []

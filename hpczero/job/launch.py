@@ -72,9 +72,7 @@ logger = logging.getLogger("hpczero.launch")
 def start_topology(nodes: str | None, mesh_of: MeshOf | None = None) -> Topology:
     """Topology of MPI's world, with nodes by ``nodes`` (GxL) or HPCZERO_FAKE_NODES if given. Collective over it.
 
-    Args:
-        nodes: as ``--parallel.nodes``.
-        mesh_of: the mesh for a node number of each rank; None shards over all ranks.
+    ``mesh_of`` gives the mesh for a node number of each rank; None shards over all ranks.
 
     Raises:
         ConfigError: the ranks cannot be laid out so.

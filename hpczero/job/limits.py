@@ -1,22 +1,22 @@
 """Memory that this machine has for the processes of a job, and the limits on it.
 
-Owns: reading the kernel's files, cgroups of both versions, limits of the process. Must not know: MPI, torch, models,
-what a run needs. Every reader takes the root of the file system, so tests can read files of another machine.
+Read from the kernel's files, from cgroups of both versions and from limits of the process. Every reader takes the root
+of the file system, so tests can read files of another machine.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 UNLIMITED = 2**60  # cgroup v1 writes 2^63 less a page
 SHARED_FOLDER = Path("/dev/shm")
-CGROUPS = "/sys/fs/cgroup"
+# Where Linux systems mount the hierarchy that limits memory, by the version of cgroups.
+CGROUPS = {2: "sys/fs/cgroup", 1: "sys/fs/cgroup/memory"}
 
 Kind = Literal["resident", "mapped", "private", "shared", "device"]
 
@@ -123,21 +123,17 @@ def _shared_memory(root: Path) -> Iterator[Room]:
 
 def _cgroups(root: Path, swap: int) -> Iterator[Room]:
     """Control groups that limit this process's memory: its own and those above it."""
-    for version, mount, top in _memory_mounts(root):
-        path = _own_group(root, version)
-        inside = None if path is None else _inside(path, top)
-        if path is not None and inside is None and PurePosixPath(mount).is_relative_to(CGROUPS):
-            inside = "/"  # a container is shown its own group where others see all of them
+    for version, mount in CGROUPS.items():
+        inside = _own_group(root, version)
         if inside is None:
             continue
-        folder = root / mount.lstrip("/") / inside.lstrip("/")
-        if (
-            not folder.is_dir()
-        ):  # a container that sees its own group as the root, and the path of outside
-            inside, folder = "/", root / mount.lstrip("/")
+        folder = root / mount / inside.lstrip("/")
+        # A container may see its own group as the root, and the path that the group has outside.
+        if ".." in Path(inside).parts or not folder.is_dir():
+            inside, folder = "/", root / mount
         while True:
             name = f"/{inside.strip('/')}"
-            found = (_room_v2 if version == 2 else _room_v1)(folder, name, swap)
+            found = _room_of(version, folder, name, swap)
             if found is not None:
                 yield found
             if name == "/":
@@ -147,52 +143,24 @@ def _cgroups(root: Path, swap: int) -> Iterator[Room]:
                 break  # its limit is for its own processes alone
 
 
-def _inside(path: str, top: str) -> str | None:
-    """Where the group ``path`` lies under a mount that shows the group ``top``; None if it does not lie there."""
-    group, above = PurePosixPath(path), PurePosixPath(top)
-    if set(above.parts) <= {
-        "/",
-        "..",
-    }:  # the root, or a group outside of this container that holds it
-        return "/" if ".." in group.parts + above.parts else path
-    return f"/{group.relative_to(above)}" if group.is_relative_to(above) else None
-
-
-def _room_v1(folder: Path, name: str, swap: int) -> Room | None:
-    limit = _number(folder / "memory.limit_in_bytes")
+def _room_of(version: int, folder: Path, name: str, swap: int) -> Room | None:
+    file, in_use = {
+        1: ("memory.limit_in_bytes", ("total_rss", "total_shmem")),
+        2: ("memory.max", ("anon", "shmem")),
+    }[version]
+    limit = _number(folder / file)
     if limit is None:
         return None
-    both = _number(folder / "memory.memsw.limit_in_bytes")
-    beyond = swap if both is None else min(max(both - limit, 0), swap)
+    if version == 2:
+        beyond = _number(folder / "memory.swap.max")
+    else:  # the limit on memory and swap together
+        both = _number(folder / "memory.memsw.limit_in_bytes")
+        beyond = None if both is None else max(both - limit, 0)
     counts = _counts(folder / "memory.stat")
-    used = counts.get("total_rss", 0) + counts.get("total_shmem", 0)
-    title = f"the memory limit of control group {name} (memory.limit_in_bytes)"
-    return Room(title, f"v1{name}", "resident", limit + beyond, used)
-
-
-def _room_v2(folder: Path, name: str, swap: int) -> Room | None:
-    limit = _number(folder / "memory.max")
-    if limit is None:
-        return None
-    more = _number(folder / "memory.swap.max")
-    counts = _counts(folder / "memory.stat")
-    used = counts.get("anon", 0) + counts.get("shmem", 0)
-    title = f"the memory limit of control group {name} (memory.max)"
-    beyond = swap if more is None else min(more, swap)
-    return Room(title, f"v2{name}", "resident", limit + beyond, used)
-
-
-def _memory_mounts(root: Path) -> Iterator[tuple[int, str, str]]:
-    """(version, where it is mounted, which group that is) of each hierarchy that may limit memory."""
-    for line in _text(root / "proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        fields, kinds = [_unescaped(word) for word in before.split()], after.split()
-        if len(fields) < 5 or len(kinds) < 3:
-            continue
-        if kinds[0] == "cgroup2":
-            yield 2, fields[4], fields[3]
-        elif kinds[0] == "cgroup" and "memory" in kinds[2].split(","):
-            yield 1, fields[4], fields[3]
+    used = sum(counts.get(each, 0) for each in in_use)
+    title = f"the memory limit of control group {name} ({file})"
+    most = limit + (swap if beyond is None else min(beyond, swap))
+    return Room(title, f"v{version}{name}", "resident", most, used)
 
 
 def _own_group(root: Path, version: int) -> str | None:
@@ -215,11 +183,6 @@ def _number(path: Path) -> int | None:
 
 def _digits(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 30 else None
-
-
-def _unescaped(word: str) -> str:
-    """A path as it is: the kernel writes space, tab, newline and backslash as three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
 
 
 def _counts(path: Path) -> dict[str, int]:

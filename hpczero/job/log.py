@@ -1,8 +1,7 @@
 """Log lines of a parallel program.
 
-Owns: which rank may speak, and how its lines begin. Must not know: MPI, torch, what is said. It is a thin layer over
-the standard ``logging`` module. Rooms call ``info`` and ``debug``; only a command decides, by ``configure``, what is
-shown.
+A thin layer over the standard ``logging`` module. Rooms call ``info`` and ``debug``; only a command decides, by
+``configure``, what is shown.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ def configure(*, rank: int, node_index: int, level: Literal["info", "debug"]) ->
     ``info`` lines come from rank 0 and stand alone; ``debug`` lines and warnings come from every rank, behind
     ``[r3 node01]``.
     """
-    handler = _StandardOutput(rank)
-    handler.setFormatter(_Formatter(f"[r{rank} node{node_index:02d}]"))
-    _LOGGER.handlers[:] = [handler]
+    _LOGGER.handlers[:] = [_StandardOutput(rank, f"[r{rank} node{node_index:02d}]")]
     _LOGGER.setLevel(logging.DEBUG if level == "debug" else logging.INFO)
     _LOGGER.propagate = False
 
@@ -54,31 +51,21 @@ def debug(message: str, *args: object) -> None:
 class _StandardOutput(logging.Handler):
     """Writes to the ``sys.stdout`` of the moment, which a progress bar may have replaced."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, origin: str) -> None:
         super().__init__()
-        self._is_root = rank == 0
+        self._is_root, self._origin = rank == 0, origin
 
     def filter(self, record: logging.LogRecord) -> bool:
         return self._is_root or record.levelno != logging.INFO
 
     def emit(self, record: logging.LogRecord) -> None:
+        # Any rank may say all but what is for the user, so the rank stands in front.
+        origin = "" if record.levelno == logging.INFO else f"{self._origin} "
         # One write per record: a launcher interleaves the output of ranks between writes.
         try:
-            sys.stdout.write(f"{self.format(record)}\n")
+            sys.stdout.write(f"{origin}{self.format(record)}\n")
             sys.stdout.flush()
         except OSError as error:
             # Of a log on a full disk; training goes on. Python keeps what it can and writes it when there is room.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-
-
-class _Formatter(logging.Formatter):
-    """Puts the rank in front of what any rank may say."""
-
-    def __init__(self, origin: str) -> None:
-        super().__init__()
-        self._origin = origin
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return text if record.levelno == logging.INFO else f"{self._origin} {text}"

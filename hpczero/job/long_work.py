@@ -1,8 +1,5 @@
 """Long work on a thread of its own, so that the caller can show how far it is, end it, or tell that it is stuck.
 
-Owns: the thread and its cores, what the work says of itself, and its signs of life. Must not know: what the work is,
-MPI, how it is shown.
-
 [Note: Signs of life]
 Work reports progress whenever it has read or written something. A library may be silent for minutes while it computes;
 there the sign is processor time. In ``Progress.silent()`` and ``computing()`` the work is alive if its thread and those
@@ -23,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -146,30 +143,25 @@ class LongWork(Generic[T]):
         self.progress = Progress()
         self._work = work
         self._cores = cores
-        self._found: T | None = None
-        self._error: BaseException | None = None
-        self._finished = threading.Event()
+        self._future: Future[T] = Future()
         self._others = frozenset(_threads())
         self._cpu_s, self._looked = 0.0, time.monotonic()
         # A daemon: where the job ends for another reason, nothing waits for it.
-        self._thread = threading.Thread(target=self._run, name="hpczero-work", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="hpczero-work", daemon=True).start()
 
     def _run(self) -> None:
         try:
             if self._cores:
                 with suppress(OSError):  # of a cgroup; then on our own
                     os.sched_setaffinity(0, self._cores)  # See [Note: Cores].
-            self._found = self._work(self.progress)
+            self._future.set_result(self._work(self.progress))
         except BaseException as error:
-            self._error = error
-        finally:
-            self._finished.set()
-            self.progress.got_on.set()
+            self._future.set_exception(error)
+        self.progress.got_on.set()
 
     def wait(self, seconds: float) -> bool:
         """Whether the work has finished; returns then, or after ``seconds``."""
-        return self._finished.wait(seconds)
+        return bool(wait([self._future], seconds).done)
 
     def has_got_on(self) -> bool:
         """Whether the work has finished, or given a sign of life since the last call that saw one."""
@@ -199,16 +191,10 @@ class LongWork(Generic[T]):
 
     def result(self) -> T:
         """What the call returned; raises what it raised. Waits for it."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._found  # type: ignore[return-value]  # of the call
+        return self._future.result()
 
 
-def watched(
-    work: Callable[[Progress], T],
-    show: Callable[[Moment], None],
-) -> T:
+def watched(work: Callable[[Progress], T], show: Callable[[Moment], None]) -> T:
     """Do ``work`` on a thread while ``show`` is told how far it is. An exception here, as of a signal, ends it."""
     task = LongWork(work)
     try:

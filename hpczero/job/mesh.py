@@ -1,7 +1,5 @@
 """Mesh: how many ranks share what, as degrees whose product is the number of ranks.
 
-Owns: the degrees, the order of ranks in them, and who shares what with whom. Must not know: MPI, torch, nodes.
-
 Ranks count up through the degrees like digits, ``tensor`` the fastest. Ranks that exchange most then have neighbouring
 numbers, and lie on one node. ``replicate`` and ``shard`` together are data parallelism: their ranks train on different
 samples.
@@ -55,15 +53,7 @@ class Mesh:
         sequence: int = 1,
         tensor: int = 1,
     ) -> Mesh:
-        """The mesh of ``size`` ranks.
-
-        Args:
-            size: ranks.
-            shard: its degree; None takes what the others leave.
-            pipeline: its degree.
-            replicate: its degree.
-            sequence: its degree.
-            tensor: its degree.
+        """The mesh of ``size`` ranks. Without a degree for ``shard`` it takes what the others leave.
 
         Raises:
             ConfigError: a degree is below 1, or their product is not ``size``; the message names every degree.

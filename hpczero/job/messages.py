@@ -23,10 +23,7 @@ Array = npt.NDArray[Any]
 def hand_out(group: Group, array: Array, root: int = 0) -> None:
     """Give every rank of ``group`` what ``array`` of rank ``root`` holds, in place. Collective over the group.
 
-    Args:
-        group: the ranks.
-        array: contiguous, of equal shape and dtype on all of them; written on all ranks but ``root``.
-        root: rank of the group.
+    ``array`` is contiguous, and of equal shape and dtype on all ranks.
     """
     if group.size == 1:
         return
@@ -38,11 +35,7 @@ def hand_out(group: Group, array: Array, root: int = 0) -> None:
 def bring(group: Group, array: Array, source: int, root: int = 0) -> None:
     """Bring ``array`` of rank ``source`` into ``array`` of rank ``root``. Those two ranks call it; nobody else.
 
-    Args:
-        group: the ranks.
-        array: contiguous, of equal shape and dtype on both; written on ``root``.
-        source: rank of the group.
-        root: rank of the group.
+    ``array`` is contiguous, and of equal shape and dtype on both ranks.
     """
     if source == root:
         return
@@ -65,10 +58,7 @@ SAME_TAG = 30_001
 def same_call(group: Group, what: str, detail: Any = None) -> list[Any]:
     """``detail`` of every rank in rank order, once all ranks are in the call ``what``. Collective over the group.
 
-    Args:
-        group: the ranks.
-        what: names the call, equal on all ranks.
-        detail: small, and can be pickled.
+    ``what`` names the call. ``detail`` can be pickled.
 
     Raises:
         CommError: on every rank, if one of them is in another call that begins with this one.
@@ -89,30 +79,10 @@ def same_call(group: Group, what: str, detail: Any = None) -> list[Any]:
         return [each for _, each in found]
 
 
-def objects(group: Group, mine: Any, what: str) -> list[Any]:
-    """``mine`` of every rank in rank order, on every rank. Collective over the group.
-
-    Args:
-        group: the ranks.
-        mine: can be pickled.
-        what: as for ``same_call``.
-
-    Raises:
-        CommError: as ``same_call``.
-    """
-    return same_call(group, what, mine)
-
-
 def arrays(group: Group, mine: Array, what: str) -> list[Array]:
     """``mine`` of every rank in rank order, on every rank. Collective over the group.
 
-    Args:
-        group: the ranks.
-        mine: contiguous, any shape and plain dtype; shapes may differ between ranks.
-        what: as for ``same_call``.
-
-    Returns:
-        New arrays; the one of this rank is a copy.
+    ``mine`` is contiguous, of any shape and plain dtype; shapes may differ between ranks. The arrays are new.
 
     Raises:
         CommError: as ``same_call``.
@@ -246,7 +216,7 @@ class ChunkedExchange:
         if not -mine.dim() <= dim < mine.dim():
             return mine
         with self.topology.watchdog.operation(what):
-            length = max(objects(self.topology.world, mine.shape[dim], what))
+            length = max(self.objects(mine.shape[dim], what))
             more = length - mine.shape[dim]
             if more == 0:
                 return mine
@@ -258,7 +228,7 @@ class ChunkedExchange:
 
     def objects(self, mine: Any, what: str) -> list[Any]:
         """``mine`` of every rank in rank order; it can be pickled."""
-        return objects(self.topology.world, mine, what)
+        return same_call(self.topology.world, what, mine)
 
     def of_rank(self, mine: Any, rank: int, what: str) -> Any:
         """``mine`` of that rank; it can be pickled."""

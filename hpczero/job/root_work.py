@@ -1,7 +1,7 @@
 """Work that rank 0 does alone while the others wait, for longer than a collective may take.
 
-Owns: three promises. No rank is taken for hung while the work gets on, and every one is if it does not. Its result or
-its error is that of all ranks. It has the cores of those who wait. Must not know: what the work is, how it is shown.
+No rank is taken for hung while the work gets on, and every rank is if it does not. The result or the error of the work
+is that of all ranks. The work has the cores of the ranks that wait.
 
 [Note: Meetings]
 The work runs on a thread of rank 0. Meanwhile all ranks meet again and again. Rank 0 comes to a meeting once the work
@@ -74,9 +74,8 @@ def done_by_root(
                 if task is not None:
                     has_finished = _finished(task, period_s, show, stops_here)
                 has_finished, stops = _anywhere(topology, has_finished, stops_here())
-    except (
-        BaseException
-    ):  # a signal of the user's: the other ranks end by it too, or by the end of this one
+    except BaseException:
+        # A signal of the user's: the other ranks end by it too, or by the end of this one.
         if task is not None:
             task.end()
         raise

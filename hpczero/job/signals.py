@@ -1,7 +1,5 @@
 """Signals that ask a run to stop, noted from the first moment of the process.
 
-Owns: which signals those are, and that they are noted. Must not know: MPI, torch, what follows (``run/stopping.py``).
-
 A signal may come in the middle of anything, so the handler only sets a flag, and rank 0 says so with one system call.
 Batch systems send SIGTERM before they kill, and SIGUSR1 if asked to (``sbatch --signal``). They may do so while a rank
 still imports torch; without a handler SIGUSR1 ends it.
@@ -12,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from hpczero.errors import launched_by_open_mpi, launcher_rank
@@ -37,12 +35,7 @@ class Signals:
         signal.signal(signal.SIGUSR1, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._before)
 

@@ -95,9 +95,7 @@ class Topology:
         if comm == MPI.COMM_WORLD:
             check_launch(comm.size, Environment.read())
         mesh = Mesh.of(comm.size) if mesh is None else Mesh.of(comm.size, **vars(mesh))
-        if (
-            MPI.COMM_WORLD.size > 1
-        ):  # also for a group of one: the others of the job would wait for it
+        if MPI.COMM_WORLD.size > 1:  # also for a group of one, for which the others would wait
             errors.install_abort_hook()
         before_finalize(stop_all)  # they would ask the other ranks over an MPI that has ended
         watchdog = Watchdog(
@@ -242,16 +240,13 @@ class Topology:
     def agreed(self, what: str) -> AbstractContextManager[None]:
         """Run rank-local work inside; if any rank raises, all ranks raise. Collective over world, at the block's end.
 
-        The block must not communicate: a rank that fails leaves it early.
-
-        Args:
-            what: names the work in the message, e.g. ``"open the token file"``.
-
-        Raises:
-            HpcZeroError: of the class that the first failing rank raised; the message names the ranks that failed. A
-                foreign exception is raised again unchanged on its own rank.
+        ``job.group.agreed`` says more.
         """
         return self.world.agreed(what)
+
+    def same(self, mine: str, what: str, unlike: Exception) -> None:
+        """Raise ``unlike``, on every rank, if any rank has another text than rank 0. Collective over world."""
+        self.world.same(mine, what, unlike)
 
     def gather(self, value: float) -> list[float]:
         """``value`` of every rank in rank order, on every rank, as fp64. Collective over world."""
@@ -280,10 +275,6 @@ def check_launch(size: int, environment: Environment) -> None:
     """Refuse ranks that each think they are alone: N equal runs would overwrite one another. Not collective.
 
     A process that no launcher has started, in a SLURM job of several ranks, is told that it is alone.
-
-    Args:
-        size: ranks that MPI sees.
-        environment: of this process.
 
     Raises:
         TopologyError: the launcher has started another number of ranks.

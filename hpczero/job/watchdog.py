@@ -31,11 +31,7 @@ class RollCall:
     """One rank's part in the roll call."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        """Not collective.
-
-        Args:
-            comm: all ranks that may be asked. Nothing else uses it; ``free`` frees it.
-        """
+        """Not collective. Nothing else uses ``comm``, all ranks that may be asked; ``free`` frees it."""
         self._comm = comm
         self._pending: list[Any] = []  # requests whose messages must stay
         self._asked = -math.inf  # when another rank's question was seen last
@@ -95,11 +91,7 @@ def end_if_alone(error: BaseException, what: str, *, rank: int, ranks: int) -> N
 
     Returns if nobody waits: one rank makes such calls alone, and an error that all of them raise together leaves none.
 
-    Args:
-        error: what is on its way out of the call.
-        what: names the call.
-        rank: of the job, for the message.
-        ranks: that make these calls together.
+    ``ranks`` make these calls together. ``rank`` is that of the job, for the message.
     """
     together = getattr(error, "agreed", False) or getattr(error, "raised_by", 0) >= ranks
     if ranks == 1 or together:
@@ -110,12 +102,17 @@ def end_if_alone(error: BaseException, what: str, *, rank: int, ranks: int) -> N
     else:
         code = report(error)
         said = type(error).__name__
-    sys.stderr.write(
-        f"[rank {rank}] {said} cut off {what}, for the rest of which other ranks wait: the job ends. Raise between "
-        "steps: a signal handler sets a flag, and the loop looks at the flag\n"
+    _say(
+        rank,
+        f"{said} cut off {what}, for the rest of which other ranks wait: the job ends. Raise between steps: a signal "
+        "handler sets a flag, and the loop looks at the flag",
     )
-    sys.stderr.flush()
     abort_job(code)
+
+
+def _say(rank: int, line: str) -> None:
+    sys.stderr.write(f"[rank {rank}] {line}\n")
+    sys.stderr.flush()
 
 
 # The watchdog: a call that does not return ends the job instead of holding the allocation.
@@ -127,9 +124,8 @@ def end_if_alone(error: BaseException, what: str, *, rank: int, ranks: int) -> N
 # later. The questions do not pass from rank to rank in a tree: a rank that is gone would then hide those behind it.
 # After NOTICE_S one rank asks in the same way, and only says what it has heard.
 
-STAGGER_S = (
-    1.0  # at 400 ranks the last two are 4 ms apart, a message takes less; see [Note: Few ask]
-)
+# At 400 ranks the last two are 4 ms apart, and a message takes less; see [Note: Few ask].
+STAGGER_S = 1.0
 LEAST_LOOK_S = 0.01
 GRACE_S = 10.0  # for an asker to end the job, after its patience
 NOTICE_S = 30.0  # of waiting until one rank says where all are; the job goes on
@@ -160,13 +156,7 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, timeout_s: float, *, ranks: int = 2) -> None:
-        """Not collective.
-
-        Args:
-            rank: of the job, for messages.
-            timeout_s: as the attribute.
-            ranks: that make these calls together.
-        """
+        """Not collective. ``rank`` is that of the job, for messages; ``ranks`` make these calls together."""
         self.rank, self.ranks = rank, ranks
         self.timeout_s = timeout_s
         # Calls of two threads may be open at a time; the one that began last is the one that holds things up. A call
@@ -296,21 +286,16 @@ class Watchdog:
         self._noticed = self._begun
         if self._roll_call.asked_s > waited_s:
             where = "; ".join(self._missing(what, patience_s))
-            sys.stderr.write(
-                f"[rank {self.rank}] waits in {what}{place_in_program()} for {waited_s:.0f} s: {where}\n"
-            )
-            sys.stderr.flush()
+            _say(self.rank, f"waits in {what}{place_in_program()} for {waited_s:.0f} s: {where}")
 
     def _end_job(self, what: str, patience_s: float) -> None:
-        sys.stderr.write(
-            f"[rank {self.rank}] hang: {what} has not finished after {self.timeout_s:g} s{place_in_program()}. "
-            "A peer failed, left early, runs other modules, or still works. HPCZERO_TIMEOUT sets this limit.\n"
+        _say(
+            self.rank,
+            f"hang: {what} has not finished after {self.timeout_s:g} s{place_in_program()}. "
+            "A peer failed, left early, runs other modules, or still works. HPCZERO_TIMEOUT sets this limit.",
         )
-        sys.stderr.flush()
-        for line in self._missing(what, patience_s):
-            sys.stderr.write(f"[rank {self.rank}] {line}\n")
-        sys.stderr.write(f"[rank {self.rank}] stacks of this rank:\n")
-        sys.stderr.flush()
+        for line in (*self._missing(what, patience_s), "stacks of this rank:"):
+            _say(self.rank, line)
         faulthandler.dump_traceback(all_threads=True)
         abort_job(EXIT_HANG)
         # The job is this process alone: nobody to abort, and the call never returns.
@@ -328,9 +313,7 @@ class Watchdog:
         if len(elsewhere) > MOST_NAMED:
             lines.append(f"missing: {len(elsewhere) - MOST_NAMED} more ranks are elsewhere")
         if silent:
-            named = ", ".join(map(str, silent[:MOST_NAMED])) + (
-                " ..." if silent[MOST_NAMED:] else ""
-            )
+            named = ", ".join(map(str, silent[:MOST_NAMED])) + " ..." * (len(silent) > MOST_NAMED)
             lines.append(
                 f"missing: rank(s) {named} do not answer: they ended, hang outside of Python, or have just gone on"
             )
