@@ -67,9 +67,7 @@ def surface() -> dict[str, dict[str, list[str]]]:
     text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hpczero").rglob("*.py"))
     scripts = (ROOT / "setup.cfg").read_text(encoding="utf-8")
     folder = RunFolder(Path("runs/x"))
-    files = [
-        value for value in vars(type(folder)) if isinstance(getattr(folder, value, None), Path)
-    ]
+    files = [name for name in vars(folder) if name != "path"]
     return {
         "names": names,
         "options": options(),

@@ -1,6 +1,6 @@
 """Text to batches: corpus (which text), tokenize, tokens (the file), sampler and batches (the order).
 
-The files of the token file are tokens (opening one), slabs (reading it), appendix (its digests) and token_writer.
+The files of the token file are tokens (opening one), appendix (its slabs and their digests) and token_writer.
 
 Nothing here needs torch or MPI. Every function runs on one rank alone and gives equal results on all.
 """

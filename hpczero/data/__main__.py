@@ -1,7 +1,4 @@
-"""``python -m hpczero.data prepare | show | verify``: make a token file, look at one, check one.
-
-Owns: the command line and what it prints. Must not know: formats, splits (``prepare`` and ``tokens`` do).
-"""
+"""``python -m hpczero.data prepare | show | verify``: make a token file, look at one, check one."""
 
 from __future__ import annotations
 
@@ -17,15 +14,14 @@ import tyro
 from hpczero.data.corpus import Corpus
 from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, check_target, prepare
 from hpczero.data.rows import corpus_of
-from hpczero.data.team import Alone, Team
-from hpczero.data.team_ranks import Ranks
+from hpczero.data.team import Alone, Ranks, Team
 from hpczero.data.tokenize import LibraryTokenizer
 from hpczero.data.tokens import TokenFile
 from hpczero.errors import ConfigError, run
 from hpczero.job.long_work import watched
 from hpczero.options.environment import Environment
 from hpczero.options.reading import parse_command_line
-from hpczero.run.results.progress import phases_for
+from hpczero.run.results.progress import PhaseProgress
 
 EXCERPT_TOKENS = 200
 
@@ -62,7 +58,7 @@ class Prepare:
         check_target(self.out, self.texts)  # now: reading the texts may take hours
         # By default it would end the process before what is half written is taken away.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        with phases_for("auto", _say, to_stderr=True) as shown:
+        with PhaseProgress("auto", _say, to_stderr=True) as shown:
             if (Environment.read().launched_ranks or 1) == 1:
                 watched(lambda progress: self._make(Alone(progress)), shown.show)
                 describe(self.out)
@@ -76,11 +72,7 @@ class Prepare:
         topology.free()
 
     def _check(self) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            ConfigError: the message says which.
-        """
+        """Refuse options that contradict each other, with a ConfigError."""
         if self.column is None:
             for name in ("split", "tokenizer_file"):
                 if getattr(self, name) is not None:

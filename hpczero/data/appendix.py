@@ -1,8 +1,6 @@
-"""What follows HDF5's part of a token file: where its slabs lie, a digest of each, and what is needed beside them.
+"""What follows HDF5's part of a token file: where its slabs lie, a digest of each; and the reader of these slabs.
 
-Owns: that form, and refusing an impossible one. Must not know: HDF5, tokenizers, who reads. With it a reader needs
-bytes at offsets and no library; HDF5's own part is for other readers. => With the appendix our reader needs bytes at
-offsets and no library. HDF5's own part is for other readers.
+With the appendix our reader needs bytes at offsets and no library. HDF5's own part is for other readers.
 """
 
 from __future__ import annotations
@@ -13,13 +11,15 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpczero.files.regular import parse_json, shown
+from hpczero.errors import DataError
+from hpczero.files.regular import parse_json, reason, shown
 
 FORMAT = "hpczero tokens"
 VERSION = 2
@@ -157,10 +157,7 @@ def _table(descriptor: int, start: int, name: str, part: SplitPart, file_nbytes:
 
 
 def _description(body: object) -> Description:
-    """A description from its JSON.
-
-    Raises ValueError if a field has an impossible value, whatever digest the file states.
-    """
+    """A description from its JSON; a ValueError if a field has an impossible value, whatever digest the file states."""
     fields = body if isinstance(body, dict) else {}
     for name, expected in (("format", FORMAT), ("version", VERSION)):
         if fields.get(name) != expected:
@@ -190,3 +187,95 @@ def _part(split: str, entry: object) -> SplitPart:
     if not isinstance(table, str) or re.fullmatch("[0-9a-f]{16}", table) is None:
         raise ValueError(f"{split}.table is {shown(table)}, expected 16 hexadecimal digits")
     return SplitPart(table=table, dtype=fields["dtype"], **{name: fields[name] for name in ranges})
+
+
+# The tokens of one split, read at offsets. Each slab is checked against its digest when it is first touched. Every id
+# must be one of the vocabulary, too. A sound slab is not checked again: from then on only what is asked for is read.
+
+REMEDY = "prepare it anew with `python -m hpczero.data prepare`, or fetch another copy"
+
+TokenArray: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+
+
+class Slabs:
+    """One split in an open file. Not collective; one thread at a time."""
+
+    def __init__(
+        self,
+        path: Path,
+        descriptor: int,
+        name: str,
+        part: SplitPart,
+        table: Table,
+        vocab_size: int,
+    ) -> None:
+        self._what = f"{path}: damaged: /{name}/tokens"
+        self._descriptor = descriptor
+        self._part = part
+        self._places, self._digests = table[:, 0], table[:, 1]
+        self.fingerprint = self._digests.tobytes()
+        self._vocab_size = vocab_size
+        self._sound = bytearray(part.num_slabs)
+        self.dtype: np.dtype[np.unsignedinteger[Any]] = np.dtype(part.dtype).newbyteorder("<")
+        self.numel = part.numel
+
+    def read(self, start: int, stop: int) -> TokenArray:
+        """(stop - start,) tokens.
+
+        Raises:
+            DataError: they are not those that were written, not of the vocabulary, or cannot be read.
+        """
+        found: TokenArray = np.empty(max(stop - start, 0), dtype=self.dtype)
+        begin = start
+        while begin < stop:
+            index = begin // self._part.slab_numel
+            slab = self._part.slab(index)
+            end = min(stop, slab.stop)
+            into = found[begin - start : end - start]
+            if self._sound[index]:
+                self._fill(into, index, begin - slab.start)
+            else:
+                into[:] = self._checked(index, slab)[begin - slab.start : end - slab.start]
+            begin = end
+        return found
+
+    def check_all(self) -> None:
+        """Read and check every slab. Raises DataError at the first that is not sound."""
+        for index in range(self._part.num_slabs):
+            self._checked(index, self._part.slab(index))
+
+    def _checked(self, index: int, slab: range) -> TokenArray:
+        data: TokenArray = np.empty(len(slab), dtype=self.dtype)
+        self._fill(data, index, 0)
+        if digest(data) != self._digests[index]:
+            raise DataError(
+                f"{self._what}[{slab.start}:{slab.stop}] do not have the digest they were written with; {REMEDY}"
+            )
+        check_ids(data, self._vocab_size, f"{self._what}[{slab.start}:{slab.stop}]")
+        self._sound[index] = True
+        return data
+
+    def _fill(self, into: TokenArray, index: int, skip: int) -> None:
+        """Read from token ``skip`` of a slab on."""
+        left = into.data.cast("B")
+        offset = int(self._places[index]) + skip * self.dtype.itemsize
+        try:
+            while left:
+                count = os.preadv(self._descriptor, [left], offset)
+                if not count:
+                    raise DataError(f"{self._what}: the file ends at byte {offset}; {REMEDY}")
+                left, offset = left[count:], offset + count
+        except OSError as error:
+            raise DataError(f"{self._what} cannot be read: {reason(error)}; {REMEDY}") from error
+
+
+def check_ids(tokens: npt.NDArray[np.integer[Any]], vocab_size: int, what: str) -> None:
+    """Refuse ids that are not of the vocabulary.
+
+    Raises:
+        DataError: the message names the largest.
+    """
+    if tokens.size and (largest := int(tokens.max())) >= vocab_size:
+        raise DataError(
+            f"{what} hold token id {largest}, and the vocabulary has {vocab_size} ids; {REMEDY}"
+        )

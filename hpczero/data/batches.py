@@ -1,8 +1,7 @@
 """Batches of token sequences, for training and for the held-out split.
 
-Owns: which samples a rank sees in a step. Must not know: MPI, torch, files. Ranks are numbers. The global batch is a
-list of samples in a fixed order, the same for every world size. Micro step m of rank r takes one contiguous slice of
-it. A rank reads only its own slices.
+The global batch is a list of samples in a fixed order, the same for every world size. Micro step m of rank r takes one
+contiguous slice of the list. A rank reads only its own slices.
 """
 
 from __future__ import annotations
@@ -110,23 +109,30 @@ class Windows:
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, split: str) -> None:
-        self._tokens = tokens
-        self._seq_len = seq_len
-        self._num = _num_windows(tokens, seq_len, split)
+        if seq_len < 1:
+            raise ConfigError(f"got a sequence length of {seq_len}, expected at least 1")
+        if len(tokens) <= seq_len:
+            raise DataError(
+                f"the {split} split has {len(tokens)} tokens, one sample of sequence length {seq_len} needs "
+                f"{seq_len + 1}; use more text, a shorter sequence or another validation fraction"
+            )
+        self._tokens, self._seq_len = tokens, seq_len
 
     def __len__(self) -> int:
-        return self._num
+        return (len(self._tokens) - 1) // self._seq_len
 
     def rows(self, samples: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Inputs and targets of samples (n,), int64 (n, seq_len) each; targets are the inputs one token later."""
-        return _windows(self._tokens, samples, self._seq_len)
+        starts = (int(sample) * self._seq_len for sample in samples)
+        found = np.stack([self._tokens[start : start + self._seq_len + 1] for start in starts])
+        rows = found.astype(np.int64)
+        return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 
 
 class Samples(Protocol):
     """What ``HeldOut`` takes samples from: ``Windows``, or those of several files."""
 
     def __len__(self) -> int: ...
-
     def rows(self, samples: Int64Array, /) -> tuple[Int64Array, Int64Array]:
         """Inputs and targets of samples (n,), int64 (n, seq_len) each."""
         ...
@@ -217,9 +223,7 @@ class HeldOut:
         if max_samples is not None and max_samples < 1:
             raise ConfigError(f"got {max_samples} held-out samples, expected at least 1")
         self._windows = samples or Windows(tokens, seq_len, "held-out")
-        available = len(self._windows)
-        wanted = min(available, max_samples or available)
-        self.samples = np.arange(wanted, dtype=np.int64) * available // wanted
+        self.samples = at_even_distances(len(self._windows), max_samples)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -233,14 +237,27 @@ class HeldOut:
         Raises:
             ConfigError: ``micro_batch`` is below 1 or ``rank`` out of range.
         """
-        if micro_batch < 1 or not 0 <= rank < world_size:
-            raise ConfigError(
-                f"got micro batch {micro_batch} and rank {rank} of {world_size}, expected both in range"
-            )
-        for start in range(0, len(self), micro_batch * world_size):
-            mine = self.samples[start + rank * micro_batch :][:micro_batch]
-            x, y = self._windows.rows(mine if len(mine) else self.samples[:1])
-            yield EvaluationBatch(x, y, len(mine))
+        for mine, num_samples in in_rounds(self.samples, micro_batch, rank, world_size):
+            yield EvaluationBatch(*self._windows.rows(mine), num_samples)
+
+
+def at_even_distances(available: int, most: int | None) -> Int64Array:
+    """At most ``most`` of ``range(available)``, spread evenly, int64 (n,)."""
+    wanted = min(available, most or available)
+    return np.arange(wanted, dtype=np.int64) * available // wanted
+
+
+def in_rounds(
+    samples: Int64Array, micro_batch: int, rank: int, world_size: int
+) -> Iterator[tuple[Int64Array, int]]:
+    """One rank's samples of each evaluation round, and how many of them count; see ``HeldOut.batches``."""
+    if micro_batch < 1 or not 0 <= rank < world_size:
+        raise ConfigError(
+            f"got micro batch {micro_batch} and rank {rank} of {world_size}, expected both in range"
+        )
+    for start in range(0, len(samples), micro_batch * world_size):
+        mine = samples[start + rank * micro_batch :][:micro_batch]
+        yield (mine, len(mine)) if len(mine) else (samples[:1], 0)
 
 
 def check_global_batch(global_batch: int) -> None:
@@ -285,20 +302,3 @@ def micro_batch_size(global_batch: int, world_size: int, accumulation: int) -> i
             f"{parts}; use a global batch of {valid}, or another accumulation"
         )
     return size
-
-
-def _num_windows(tokens: Tokens, seq_len: int, split: str) -> int:
-    if seq_len < 1:
-        raise ConfigError(f"got a sequence length of {seq_len}, expected at least 1")
-    if len(tokens) <= seq_len:
-        raise DataError(
-            f"the {split} split has {len(tokens)} tokens, one sample of sequence length {seq_len} needs {seq_len + 1}; "
-            "use more text, a shorter sequence or another validation fraction"
-        )
-    return (len(tokens) - 1) // seq_len
-
-
-def _windows(tokens: Tokens, samples: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
-    starts = (int(sample) * seq_len for sample in samples)
-    rows = np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int64)
-    return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])

@@ -1,8 +1,7 @@
-"""Which text to train on.
+"""Which text to train on: its documents, their order and the hash of them all.
 
-Owns: finding documents, their order and the hash of them all. Must not know: tokens, splits. A document is a file. It
-is read in blocks, so a corpus may be far larger than memory. Where its blocks end is found when it is hashed, so that
-any rank can read any of them afterwards.
+A document is a file. It is read in blocks, so a corpus may be far larger than memory. Where its blocks end is found
+when it is hashed, so that any rank can read any of them afterwards.
 """
 
 from __future__ import annotations
@@ -93,10 +92,6 @@ class TextSource(Protocol):
         """The text of one block, read. Raises DataError if it cannot be, or has changed."""
         ...
 
-    def blocks(self) -> Iterator[bytes]:
-        """The text of all of them, in order; raises as ``texts``."""
-        ...
-
 
 @dataclass(frozen=True)
 class Document:
@@ -140,15 +135,6 @@ class Document:
         is_last = index == len(self.table) - 1
         yield Text(self.table[index].offset, self.block(index), is_last)
 
-    def blocks(self) -> Iterator[bytes]:
-        """All of them, in order.
-
-        Raises:
-            DataError: As ``block``.
-        """
-        for index in range(len(self.table)):
-            yield self.block(index)
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -167,7 +153,7 @@ class Corpus:
 
         Args:
             paths: Of files and folders.
-            progress: Told how far it is; None: that of the team.
+            progress: Told how far the work is; None: that of the team.
             team: Ranks that share the hashing; collective over it. Rank 0 lists the files. None: this process alone.
 
         Raises:
@@ -178,23 +164,15 @@ class Corpus:
         measured = _measured([file for _, files in listed for file, _ in files], team)
         found: dict[Path, Document] = {}
         for path, files in listed:
-            documents = [measured[file] for file, _ in files if measured[file].nbytes]
+            documents = {real: measured[file] for file, real in files if measured[file].nbytes}
             if not documents:
                 raise _no_text(path, len(files))
-            for document, (_, resolved) in zip(
-                (measured[file] for file, _ in files), files, strict=True
-            ):
-                if document.nbytes:
-                    found[resolved] = document
+            found.update(documents)
         return cls._ordered(list(found.values()), "no text files were given")
 
     @staticmethod
     def check_paths(paths: Sequence[Path]) -> None:
-        """Refuse what ``of_paths`` refuses, as far as one look at each path tells. It takes the same time for any size.
-
-        Raises:
-            DataError: As ``of_paths``.
-        """
+        """Refuse what ``of_paths`` refuses, as far as one look at each path tells, with a DataError."""
         for path in paths:
             if os.path.isdir(path):
                 try:
@@ -210,11 +188,7 @@ class Corpus:
 
     @classmethod
     def standard_library(cls, progress: Progress | None = None, team: Team | None = None) -> Corpus:
-        """The sources of this Python's standard library, without its tests: 8 to 12 MB.
-
-        Args:
-            progress: Told how far it is; None: that of the team.
-            team: As for ``of_paths``.
+        """The sources of this Python's standard library, without its tests: 8 to 12 MB; arguments as of ``of_paths``.
 
         Raises:
             DataError: This Python has no source files (some containers ship byte code alone); on every rank.
@@ -256,11 +230,9 @@ def _listed(
         if team.rank == 0:
             team.progress.phase("list the files")
             for path in paths:
-                files = [path]
-                if os.path.isdir(path):
-                    files = _files_below(path, team.progress, skip)
+                below = _files_below(path, team.progress, skip) if os.path.isdir(path) else [path]
                 resolved = []
-                for file in files:
+                for file in below:
                     _refuse_rows(file)
                     resolved.append((file, Path(os.path.realpath(file))))
                     team.progress.advance()  # there may be a hundred thousand, on a slow file system

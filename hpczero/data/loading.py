@@ -22,9 +22,8 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hpczero.data.batches import Int64Array, Sampler
-from hpczero.data.team import Alone, Team
-from hpczero.data.team_ranks import Ranks
+from hpczero.data.batches import Int64Array, Sampler, at_even_distances
+from hpczero.data.team import Alone, Ranks, Team
 from hpczero.errors import ConfigError, DataError
 from hpczero.files.regular import open_regular, reason
 
@@ -49,11 +48,10 @@ LOOKED_AT = 256  # rows at even distances
 
 
 def fingerprint_of(dataset: Any) -> str | None:
-    """The text, or None: nothing is known of it but its length.
+    """The ``fingerprint`` of a data set if that is a text; None: nothing is known of it but its length.
 
-    Args:
-        dataset: its ``fingerprint`` if that is a text; of one of ``datasets`` the digest of its columns and of at most
-            ``LOOKED_AT`` rows, as they are on disk: transforms are not called.
+    Of one of ``datasets`` it is the digest of its columns and of at most ``LOOKED_AT`` rows, as they are on disk:
+    transforms are not called.
     """
     said = getattr(dataset, "fingerprint", None)
     if isinstance(said, str):
@@ -61,9 +59,8 @@ def fingerprint_of(dataset: Any) -> str | None:
     library = sys.modules.get("datasets")  # whoever has such a data set has imported it
     if library is None or not isinstance(dataset, library.Dataset):
         return None
-    looked_at = min(len(dataset), LOOKED_AT)
-    numbers = np.arange(looked_at, dtype=np.int64) * len(dataset) // max(looked_at, 1)
-    rows = dataset.with_format("arrow")[numbers.tolist()].to_pylist() if looked_at else []
+    numbers = at_even_distances(len(dataset), LOOKED_AT).tolist() if len(dataset) else []
+    rows = dataset.with_format("arrow")[numbers].to_pylist() if numbers else []
     digest = xxhash.xxh3_128(f"{len(dataset)} {sorted(dataset.column_names)}".encode())
     for row in rows:
         digest.update(repr(sorted(row.items())).encode())
@@ -187,13 +184,7 @@ class GlobalBatches:
         return self.global_batch % world_size == 0 and rest % world_size == 0
 
     def share(self, batch: int, rank: int, world_size: int) -> Share:
-        """What one rank takes of a batch. Not collective.
-
-        Args:
-            batch: number of the batch in the run, from 0; it counts through all epochs.
-            rank: of ``world_size``.
-            world_size: number of ranks that train on different samples.
-        """
+        """What one rank takes of a batch. Not collective. The number of the batch counts through all epochs, from 0."""
         epoch, index = divmod(batch, len(self))
         begin = index * self.global_batch
         count = min(self.global_batch, self.num_samples - begin)

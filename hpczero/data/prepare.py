@@ -1,7 +1,5 @@
 """From text to a token file: joins corpus, tokenizer and file, on one process or on all ranks.
 
-Owns: the order of the work, and which rank tokenizes what. Must not know: batches, MPI.
-
 [Note: Who tokenizes what]
 The text is cut into units of whole blocks, which are the same for any number of ranks. Rank r of N tokenizes units r,
 r + N, r + 2N and so on. The ids of a block do not depend on its neighbours, so the file has the same bytes for any N.
@@ -13,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -49,21 +47,15 @@ from hpczero.options.config import DataOptions
 # end. A row of a data set is not divided: it is held out. Training never sees a held-out byte, nor does the training of
 # a tokenizer.
 
+T = TypeVar("T")
+
 UTF8_NBYTES = 4  # of one character, at most
 UNIT_NBYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text of one split.
-
-    Attributes:
-        source: its file, and its place there; for messages.
-        offset: where it begins there.
-        text: the bytes.
-        held_out: whether it is of the validation split.
-        ends_document: whether a document ends with it.
-    """
+    """Text of one split, which begins at byte ``offset`` of ``source``, a file or a place in one."""
 
     source: str
     offset: int
@@ -78,13 +70,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """One block of a corpus, not read yet.
-
-    Attributes:
-        document: that it is of.
-        index: its number in the document.
-        position: where it begins in all text of the corpus.
-    """
+    """One block of a corpus, not read yet, which begins at byte ``position`` of all text."""
 
     document: TextSource
     index: int
@@ -124,25 +110,27 @@ def places(corpus: Corpus) -> Iterator[BlockPlace]:
 
 def units(corpus: Corpus) -> Iterator[list[BlockPlace]]:
     """Neighbouring blocks, of ``UNIT_NBYTES`` or a little more together: what a rank tokenizes at a time."""
-    unit: list[BlockPlace] = []
+    return together(places(corpus), lambda place: place.nbytes, UNIT_NBYTES)
+
+
+def together(items: Iterable[T], nbytes_of: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Neighbours, as many as have ``least`` bytes together; the last ones may have fewer."""
+    found: list[T] = []
     nbytes = 0
-    for place in places(corpus):
-        unit.append(place)
-        nbytes += place.nbytes
-        if nbytes >= UNIT_NBYTES:
-            yield unit
-            unit, nbytes = [], 0
-    if unit:
-        yield unit
+    for item in items:
+        found.append(item)
+        nbytes += nbytes_of(item)
+        if nbytes >= least:
+            yield found
+            found, nbytes = [], 0
+    if found:
+        yield found
 
 
 def spread(blocks: Iterable[BlockPlace], cut: int, nbytes: int) -> Iterator[BlockPlace]:
     """About ``nbytes`` of the training split, in whole blocks at even distances; all of it if it has no more.
 
-    Args:
-        blocks: of the corpus, in order.
-        cut: bytes of the training split.
-        nbytes: at least 1. Up to one block more is taken.
+    ``cut`` is the number of bytes of the training split. Up to one block more than ``nbytes`` is taken.
     """
     taken = 0
     for place in blocks:
@@ -202,11 +190,9 @@ _WAY_OUT = "nothing was changed; give another name, or take it away yourself"
 
 
 def check_target(path: Path, sources: Iterable[Path] = ()) -> None:
-    """Refuse to write a token file to ``path`` if that would lose something else. A FIFO or device is not opened.
+    """Refuse to write a token file to ``path``, made of ``sources``, if that would lose something else.
 
-    Args:
-        path: of the new file.
-        sources: files that it is made of.
+    A FIFO or device is not opened.
 
     Raises:
         DataError: the message says what is there.
@@ -258,12 +244,11 @@ def _is_token_file(path: Path) -> bool:
 VALIDATION_FRACTION = 0.05
 BPE_VOCAB = 8192
 BPE_TEXT_MIB = 256  # learned from: one rank reads it, and more changes a vocabulary of some ten thousand ids little
-BATCH_NBYTES = 2**19  # tokenized at once
+BATCH_NBYTES = 2**19  # tokenized at once; documents may be short
 ENCODERS = 2  # one makes arrays of what the library has found for it, while the library works for the other
 
 logger = logging.getLogger("hpczero.data")
 
-T = TypeVar("T")
 TokenizerName = Literal["bytes", "bpe"]
 
 
@@ -378,7 +363,8 @@ def _encoded(
 ) -> Iterator[_Encoded]:
     """The tokens of ``unit``, piece by piece, with a separator where a document ends."""
     separator = writer.checked(np.array([tokenizer.separator]), TRAIN)
-    for batch in _batches(small_pieces(unit, cut, tokenizer)):
+    small = small_pieces(unit, cut, tokenizer)
+    for batch in together(small, lambda piece: len(piece.text), BATCH_NBYTES):
         found = tokenizer.encode_all([piece.text for piece in batch])
         for piece, whole in zip(batch, found, strict=True):
             split = VALIDATION if piece.held_out else TRAIN
@@ -472,12 +458,7 @@ def names_token_file(options: DataOptions) -> bool:
 
 
 def token_file(options: DataOptions, progress: Progress) -> Path:
-    """Path of the token file that ``options`` mean. Text is tokenized on first use. Not collective: rank 0 calls it.
-
-    Args:
-        options: options about data.
-        progress: told how far it is.
-    """
+    """Path of the token file that ``options`` mean. Text is tokenized on first use. Not collective: rank 0 calls it."""
     cache = Path(options.cache)
     if options.path is None and options.tokenizer == "bytes":
         return default_token_file(cache, progress)
@@ -489,17 +470,3 @@ def token_file(options: DataOptions, progress: Progress) -> Path:
     if not path.exists():
         prepare(corpus, path, tokenizer=options.tokenizer, progress=progress)
     return path
-
-
-def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Several pieces together if they are short, as documents may be."""
-    batch: list[TextPiece] = []
-    nbytes = 0
-    for piece in pieces:
-        batch.append(piece)
-        nbytes += len(piece.text)
-        if nbytes >= BATCH_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch

@@ -1,7 +1,7 @@
 """Rows of data sets as text to train on: what ``datasets`` saved on disk, .arrow and .parquet files.
 
-Owns: which rows there are, and reading them. Must not know: tokens, splits. A row is a document, and is never divided.
-Rows keep their order: that of the paths, of the files of a saved data set, and of each file.
+A row is a document, and is never divided. Rows keep their order: that of the paths, of the files of a saved data set,
+and of each file.
 
 A file has parts: the record batches of .arrow, the row groups of .parquet. The ranks of a team share the parts when
 they are hashed. A part is read in blocks of whole rows, so any rank can read any of them afterwards.
@@ -88,11 +88,6 @@ class FileRows:
         for number, row in enumerate(rows, first):
             if row:
                 yield Text(0, row, True, f"row {number:,} of column {self.column!r}", True)
-
-    def blocks(self) -> Iterator[bytes]:
-        """The text of all of them, one row after another; raises as ``texts``."""
-        for index in range(len(self.table)):
-            yield b"".join(text.text for text in self.texts(index))
 
     def _changed(self) -> DataError:
         return DataError(f"{self.path}: holds other rows than a moment ago; prepare a file at rest")
@@ -268,11 +263,7 @@ class _File:
         return int(self.starts[part + 1] - self.starts[part])
 
     def rows(self, column: str, part: int, first: int, count: int) -> Iterator[bytes]:
-        """The text of some rows.
-
-        Raises:
-            DataError: The file is damaged, or a row is null.
-        """
+        """The text of some rows. Raises DataError if the file is damaged, or a row is null."""
         pa = self._arrow
         with self._said():
             found = self._part(column, part).slice(first, count)
@@ -320,11 +311,7 @@ class _File:
 
 
 def _opened(path: Path) -> _File:
-    """The file as it is now, opened once.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """The file as it is now, opened once. Raises DataError if it cannot be read."""
     if path.suffix not in ROWS:
         raise DataError(f"{path}: got a file of another kind, expected {' or '.join(ROWS)}")
     try:
@@ -340,11 +327,7 @@ def _opened_as(path: Path, nbytes: int, *_: int) -> _File:
 
 
 def _library(name: str) -> ModuleType:
-    """``datasets``, or pyarrow, which it brings.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """``datasets``, or pyarrow, which it brings. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,21 +1,19 @@
 """Sources: what a TOML file names as data of a run, opened as one.
 
-Owns: the form of that file, and that all sources have one vocabulary. Must not know: the order of samples, MPI.
+[[source]]
+path = "web.h5"               a token file of ``data prepare``
+weight = 3
 
-    [[source]]
-    path = "web.h5"               a token file of ``data prepare``
-    weight = 3
+[[source]]
+path = "code.bin"             flat tokens; .npy, or .bin with .idx of Megatron
+validation = "code-val.bin"   without it the last 5 % are held out
+dtype = "uint16"              of .bin without .idx
+weight = 1
 
-    [[source]]
-    path = "code.bin"             flat tokens; .npy, or .bin with .idx of Megatron
-    validation = "code-val.bin"   without it the last 5 % are held out
-    dtype = "uint16"              of .bin without .idx
-    weight = 1
-
-    [tokenizer]                   only where no source is a token file
-    file = "tokenizer.json"       of the tokenizers library; or
-    vocab_size = 50257
-    separator = 50256             the id that ends a document, if it is known
+[tokenizer]                   only where no source is a token file
+file = "tokenizer.json"       of the tokenizers library; or
+vocab_size = 50257
+separator = 50256             the id that ends a document, if it is known
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from hpczero.data.appendix import TokenArray, check_ids
 from hpczero.data.batches import (
     HeldOut,
     Int64Array,
@@ -47,7 +45,6 @@ from hpczero.data.batches import (
     check_global_batch,
     positions,
 )
-from hpczero.data.slabs import TokenArray, check_ids
 from hpczero.data.tokenize import BPETokenizer, IdsTokenizer, Tokenizer, same_tokenizer
 from hpczero.data.tokens import Split, TokenFile
 from hpczero.errors import ConfigError, DataError
@@ -121,12 +118,6 @@ class Turns:
 class MixedBatches:
     """Training batches of several sources; as ``Batches``, whose order of samples each source has for itself.
 
-    Args:
-        sources: samples of each.
-        weights: of each; see ``Turns``.
-        global_batch: samples per optimizer step over all ranks.
-        seed: of the orders.
-
     Raises:
         ConfigError: a weight or the global batch is out of range.
     """
@@ -160,16 +151,15 @@ class Joined:
 
     def __init__(self, sources: Sequence[Samples]) -> None:
         self._sources = list(sources)
-        self._ends = np.cumsum([len(source) for source in sources])
+        self._starts = np.cumsum([0, *(len(source) for source in sources)])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._starts[-1])
 
     def rows(self, samples: Int64Array, /) -> tuple[Int64Array, Int64Array]:
         """Inputs and targets of samples (n,), int64 (n, seq_len) each."""
-        source = np.searchsorted(self._ends, samples, side="right")
-        starts = np.concatenate([[0], self._ends[:-1]])
-        return _rows(self._sources, source, samples - starts[source])
+        source = np.searchsorted(self._starts, samples, side="right") - 1
+        return _rows(self._sources, source, samples - self._starts[source])
 
 
 def _rows(
@@ -241,12 +231,9 @@ class FlatTokens:
 
 
 def mapped(path: Path, dtype: str | None) -> np.memmap[Any, np.dtype[Any]]:
-    """The tokens of a flat file.
+    """The tokens of a flat file: of NumPy if it ends in .npy, of Megatron if a file with .idx lies beside it, or bare.
 
-    Args:
-        path: ends in .npy, or in anything else for bare tokens. The form is Megatron's where a file of the same name
-            with .idx lies beside it.
-        dtype: of bare tokens, little endian; None: uint16. Other forms state their own.
+    ``dtype`` is that of bare tokens, little endian; None: uint16. Other forms state their own.
 
     Raises:
         DataError: the file cannot be read, is empty, or is not of that form.
@@ -302,11 +289,7 @@ def fingerprint(path: Path) -> bytes:
 
 
 def _megatron(index: Path, path: Path) -> str:
-    """Name of the type of the tokens in ``path``, of which ``index`` tells.
-
-    Raises:
-        ValueError: the two do not fit together.
-    """
+    """Name of the type of the tokens in ``path`` by its ``index``; a ValueError if the two do not fit together."""
     with open(open_regular(index), "rb") as file:
         head = file.read(MEGATRON_HEAD)
         if len(head) < MEGATRON_HEAD or not head.startswith(MEGATRON_MAGIC):
@@ -372,24 +355,17 @@ class Together:
     """Splits of all sources as one: what a run says of them. Samples come from ``Sources.batches``.
 
     Attributes:
-        documents, text_nbytes: as of ``Split``; of flat files both are unknown and count 0.
-        bytes_per_token: bytes of text per token; None if some source does not tell.
+        bytes_per_token: bytes of text per token; None if some source does not tell, as flat files do not.
     """
 
     def __init__(self, splits: list[Split]) -> None:
         self._splits = splits
-        self.documents = sum(split.documents for split in splits)
-        self.text_nbytes = sum(split.text_nbytes for split in splits)
+        text_nbytes = sum(split.text_nbytes for split in splits)
         known = all(split.text_nbytes for split in splits)
-        self.bytes_per_token = self.text_nbytes / len(self) if known else None
+        self.bytes_per_token = text_nbytes / len(self) if known else None
 
     def __len__(self) -> int:
         return sum(len(split) for split in self._splits)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The widest type of a token."""
-        return max((split.dtype for split in self._splits), key=lambda dtype: dtype.itemsize)
 
 
 class Sources:
@@ -480,12 +456,7 @@ class Sources:
     def __enter__(self) -> Sources:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

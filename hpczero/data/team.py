@@ -1,18 +1,28 @@
-"""The contract of a team, and the team of one process, which needs no MPI.
+"""What ranks do together while a token file is made: a team of one process, which needs no MPI, and one of all ranks.
 
-Owns: what ranks do together while a token file is made. Must not know: text, tokens, files.
+[Note: Who may be slow]
+No collective takes longer than the work of a rank between two meetings: some blocks of text. The watchdog therefore
+ends the job where a rank hangs, for instance on a file server that is gone, and not because there is much text.
+
+[Note: Asked to end]
+A rank that sleeps hears a signal at once. One that is inside of a collective hears it when all are there, which is
+never once another has gone: rank 0 could not take away the file that it has begun. The waits between work are asleep.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.job.long_work import Progress
+from hpczero.job.long_work import Moment, Progress
+
+if TYPE_CHECKING:
+    from hpczero.job.topology import Topology
 
 T = TypeVar("T")
 Int64Array = npt.NDArray[np.int64]
@@ -95,3 +105,83 @@ class Alone:
     def by_root(self, what: str, work: Callable[[Progress], str]) -> str:
         """Call it."""
         return work(self.progress)
+
+
+MEET_S = 0.5  # of work between two meetings, at least
+
+
+class Ranks:
+    """The team of all ranks of ``topology``. ``show`` is told on rank 0 how far it is, whenever all ranks meet."""
+
+    def __init__(
+        self, topology: Topology, show: Callable[[Moment], None] = lambda moment: None
+    ) -> None:
+        self.rank, self.size = topology.rank, topology.size
+        self.progress = Progress()
+        self._topology = topology
+        self._show = show
+
+    @contextmanager
+    def agreed(self, what: str) -> Iterator[None]:
+        """``Topology.agreed``, but asleep until all are there ([Note: Asked to end])."""
+        error = None
+        try:
+            yield
+        except Exception as caught:  # raised again below, on every rank
+            error = caught
+        if self.all_gather(np.array([error is not None], dtype=np.int64)).any():
+            with self._topology.agreed(what):
+                if error is not None:
+                    raise error
+
+    def all_gather(self, mine: Int64Array) -> Int64Array:
+        """int64 (k,) of every rank as (size, k)."""
+        from hpczero.job.root_work import wait_asleep
+
+        found = np.empty((self.size, len(mine)), dtype=np.int64)
+        with self._topology.watchdog.collective("a meeting of the ranks that prepare tokens"):
+            wait_asleep(self._topology.world.comm.Iallgather(mine, found))
+        if self.rank == 0:
+            self._show(self.progress.now())
+        return found
+
+    def all_gather_lists(self, mine: Sequence[T]) -> list[list[T]]:
+        """The list of every rank, in rank order."""
+        self.all_gather(np.zeros(1, dtype=np.int64))  # asleep until all are there
+        with self._topology.watchdog.collective("an exchange of the ranks that prepare tokens"):
+            return self._topology.world.comm.allgather(list(mine))
+
+    def gather(self, mine: ByteArray, nbytes: Sequence[int]) -> list[ByteArray]:
+        """Bytes of every rank, on rank 0."""
+        from hpczero.job.root_work import wait_asleep
+
+        found = np.empty(sum(nbytes) if self.rank == 0 else 0, dtype=np.uint8)
+        into = (found, list(nbytes)) if self.rank == 0 else None
+        with self._topology.watchdog.collective("the gather of tokens on rank 0"):
+            wait_asleep(self._topology.world.comm.Igatherv(mine, into))
+        return np.split(found, np.cumsum(nbytes)[:-1]) if self.rank == 0 else []
+
+    def take_steps(self, what: str, steps: Iterator[object]) -> None:
+        """Exhaust them; see [Note: Who may be slow]."""
+        done = False
+        while True:
+            error = None
+            until = time.monotonic() + MEET_S
+            try:
+                while not done and time.monotonic() < until:
+                    done = next(steps, self) is self
+            except Exception as caught:  # raised again below, on every rank
+                error = caught
+            found = self.all_gather(np.array([done, error is not None], dtype=np.int64))
+            if found[:, 1].any():
+                with self._topology.agreed(what):
+                    if error is not None:
+                        raise error
+            if found[:, 0].all():
+                return
+
+    def by_root(self, what: str, work: Callable[[Progress], str]) -> str:
+        """``done_by_root``: on the cores of all ranks of its node."""
+        from hpczero.job.root_work import done_by_root
+
+        return done_by_root(self._topology, what, work, show=self._show)

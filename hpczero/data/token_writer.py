@@ -1,7 +1,5 @@
 """Writing a token file, by one process or by many ranks: whole or not at all.
 
-Owns: the order of writing, and which rank writes which slab. Must not know: where text comes from, batches, MPI.
-
 [Note: Who writes a slab]
 Ranks bring their tokens in rounds. In a round those of rank 0 come first, then those of rank 1, and so on. Once all
 ranks know how many each brings, a rank writes the slabs that are wholly its own, and digests them. What is left at the
@@ -26,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.data import appendix
-from hpczero.data.appendix import FORMAT, SPLITS, VERSION, Description, SplitPart
-from hpczero.data.slabs import check_ids
+from hpczero.data.appendix import FORMAT, SPLITS, VERSION, Description, SplitPart, check_ids
 from hpczero.data.team import Alone, Team
 from hpczero.data.tokenize import Tokenizer
 from hpczero.errors import DataError
@@ -50,12 +47,7 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """The tokens of one split.
-
-    Attributes:
-        numel: number of tokens.
-        attributes: of its group.
-    """
+    """The tokens of one split: how many, and the attributes of their group."""
 
     numel: int
     attributes: Mapping[str, int]
@@ -79,13 +71,7 @@ class Structure:
 def structure_of(
     dtype: np.dtype[Any], datasets: tuple[TokenDataset, ...], attributes: Mapping[str, str | int]
 ) -> Structure:
-    """The structures of a file.
-
-    Args:
-        dtype: of a token.
-        datasets: of the splits, in the order of ``SPLITS``.
-        attributes: of the file.
-    """
+    """The structures of a file with these splits, in the order of ``SPLITS``."""
     import h5py
 
     memory, places = _SparseFile(), []
@@ -116,21 +102,6 @@ def places(dtype: np.dtype[Any], train_numel: int) -> tuple[int, ...]:
     return structure_of(
         dtype, (TokenDataset(train_numel, counts), TokenDataset(1, counts)), {}
     ).places
-
-
-def check_places(found: Structure, expected: tuple[int, ...]) -> None:
-    """Refuse structures that look for tokens elsewhere than where they were written.
-
-    Raises:
-        DataError: this HDF5 does not lay out a file as those do that were tried.
-    """
-    if found.places != expected:
-        import h5py
-
-        raise DataError(
-            f"HDF5 {h5py.version.hdf5_version} looks for tokens at {found.places}, and they were written at "
-            f"{expected}: this version of HDF5 cannot be used here; please report it"
-        )
 
 
 class _SparseFile(io.RawIOBase):
@@ -195,7 +166,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class TokenWriter:
-    """A token file that is being written by a team."""
+    """A token file that is being written by a team. ``places``: where the tokens of each split begin, in bytes."""
 
     def __init__(self, path: Path, descriptor: int, tokenizer: Tokenizer, team: Team) -> None:
         self._path = path
@@ -205,7 +176,7 @@ class TokenWriter:
         self.dtype: np.dtype[np.unsignedinteger[Any]] = np.min_scalar_type(
             tokenizer.vocab_size - 1
         ).newbyteorder("<")
-        self._places = places(self.dtype, 1)
+        self.places = places(self.dtype, 1)
         self._pending: tuple[list[Ids], ...] = ([], [])
         self._mine = np.zeros((3, 2), dtype=np.int64)  # tokens, documents, text bytes of each split
         self._all = np.zeros((3, 2), dtype=np.int64)
@@ -310,11 +281,6 @@ class TokenWriter:
             )
         return parts, tables
 
-    @property
-    def places(self) -> tuple[int, ...]:
-        """Where the tokens of each split begin."""
-        return self._places
-
     def _find_places(self, before: Numbers, now: Numbers) -> None:
         """The place of the held-out tokens, once all training tokens are counted."""
         if before[VALIDATION] and now[TRAIN] > before[TRAIN]:
@@ -322,10 +288,10 @@ class TokenWriter:
                 "TokenWriter: training tokens after held-out ones, expected them before"
             )
         if now[VALIDATION] and not before[VALIDATION]:
-            self._places = places(self.dtype, max(int(now[TRAIN]), 1))
+            self.places = places(self.dtype, max(int(now[TRAIN]), 1))
 
     def _place(self, split: int, token: int) -> int:
-        return self._places[split] + token * self.dtype.itemsize
+        return self.places[split] + token * self.dtype.itemsize
 
     def _write_slabs(self, split: int, start: int, ids: Ids) -> None:
         """Write the whole slabs of ``ids``, the first of which is token ``start``."""
@@ -452,7 +418,13 @@ def _complete(
         "source_sha256": description.source_sha256,
     }
     made = structure_of(writer.dtype, datasets, attributes)
-    check_places(made, writer.places)
+    if made.places != writer.places:
+        import h5py
+
+        raise DataError(
+            f"HDF5 {h5py.version.hdf5_version} looks for tokens at {made.places}, and they were written at "
+            f"{writer.places}: this version of HDF5 cannot be used here; please report it"
+        )
     # Readers expect room for a whole slab at each place, also where the last one is short.
     parts = description.parts()
     ends = [
@@ -470,9 +442,8 @@ def _complete(
 
 def _remove_left_over(path: Path) -> None:
     """Remove what killed writers of ``path`` have left. A live one writes to its file all the time."""
-    with suppress(
-        OSError
-    ):  # another removes them too, or may and we may not: of no harm but their size
+    # Another process removes them too, or may and we may not: of no harm but their size.
+    with suppress(OSError):
         for file in list(path.parent.iterdir()):
             ours = file.name.startswith(f".{path.name}.") and file.name.endswith(".tmp")
             if ours and time.time() - file.lstat().st_mtime > STALE_S:

@@ -1,7 +1,4 @@
-"""Text to token ids and back.
-
-Owns: the tokenizers and their JSON form, which travels inside the token file. Must not know: files, splits, models.
-"""
+"""Text to token ids and back: the tokenizers, and their JSON form, which travels inside the token file."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,11 +60,8 @@ def learnable(
 ) -> Iterator[str]:
     """Parts with the words of ``text``, but long words in pieces ([Note: Long words]).
 
-    Args:
-        text: to learn from.
-        text_len: least characters of a part, unless words are long.
-        words: gives the words of a text, with their begin and end in it.
-        on_long_word: called for each word that is cut, at least once.
+    Parts have ``text_len`` characters or more, unless words are long. ``words`` gives the words of a text, with their
+    begin and end. ``on_long_word`` is called for each word that is cut, at least once.
     """
     for part in divided(text, text_len):
         if _may_have_long_word(part):
@@ -211,10 +205,9 @@ class BPETokenizer:
     ) -> BPETokenizer:
         """Learn merges from UTF-8 texts; a small corpus may yield fewer ids than asked for.
 
-        Words of more than 256 characters are learned from in pieces (dividing.py: [Note: Long words]). ``on_long_word``
-        is called at each, before the next text is asked for.
-
-        Threads of the library ask for the texts. After the last text the library is silent until it is done.
+        Words of more than 256 characters are learned from in pieces ([Note: Long words]). ``on_long_word`` is called at
+        each, before the next text is asked for. Threads of the library ask for the texts. After the last text the
+        library is silent until it is done.
 
         Raises:
             ConfigError: ``vocab_size`` is less than the bytes and the separator, or more than the texts have.
@@ -306,11 +299,7 @@ class LibraryTokenizer:
 
     @classmethod
     def of_file(cls, path: str, separator: str) -> LibraryTokenizer:
-        """One of a ``tokenizer.json``.
-
-        Args:
-            path: of the file.
-            separator: the token that ends a document, such as ``"<|endoftext|>"``.
+        """The tokenizer of a ``tokenizer.json``, with the token that ends a document, such as ``"<|endoftext|>"``.
 
         Raises:
             DataError: it is no such file, or does not know the separator.
@@ -323,11 +312,8 @@ class LibraryTokenizer:
             raise DataError(f"{path}: is no tokenizer.json ({error})") from error
         found = model.token_to_id(separator)
         if found is None:
-            special = [
-                token.content
-                for token in model.get_added_tokens_decoder().values()
-                if token.special
-            ]
+            added = model.get_added_tokens_decoder().values()
+            special = [token.content for token in added if token.special]
             raise DataError(
                 f"{path}: has no token {separator!r} to end documents with; its special tokens are "
                 f"{', '.join(map(repr, special[:8])) or 'none'}"
@@ -380,33 +366,19 @@ class IdsTokenizer:
             )
         return self._separator
 
-    def encode(self, text: bytes) -> npt.NDArray[np.int64]:
-        """Raises DataError."""
-        raise _no_tokenizer()
+    def encode(self, *given: Any) -> Any:
+        """Raises DataError, as ``encode_all``, ``parts`` and ``decode`` do."""
+        raise DataError(
+            "these tokens came without a tokenizer, so they cannot become text, nor text become tokens"
+        )
 
-    def encode_all(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.int64]]:
-        """Raises DataError."""
-        raise _no_tokenizer()
-
-    def parts(self, text: bytes) -> Iterator[bytes]:
-        """Raises DataError."""
-        raise _no_tokenizer()
-
-    def decode(self, ids: Sequence[int]) -> bytes:
-        """Raises DataError."""
-        raise _no_tokenizer()
+    encode_all = parts = decode = encode
 
     def to_json(self) -> str:
         """The form that ``from_json`` reads."""
         return json.dumps(
             {"kind": "ids", "vocab_size": self.vocab_size, "separator": self._separator}
         )
-
-
-def _no_tokenizer() -> DataError:
-    return DataError(
-        "these tokens came without a tokenizer, so they cannot become text, nor text become tokens"
-    )
 
 
 def from_json(text: str) -> Tokenizer:

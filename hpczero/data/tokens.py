@@ -1,7 +1,6 @@
 """The token file: token ids of two splits, with all that is needed to read them back as text.
 
-Owns: opening one, and refusing what is none. Must not know: where text comes from, batches, MPI, how one
-is written. A file is HDF5 for any reader, and has an appendix for this one (``appendix.py``):
+A file is HDF5 for any reader, and has an appendix for this one (``appendix.py``):
 
     /                  format, version, tokenizer (JSON), source_sha256
     /train/tokens      unsigned integers of the smallest size that fits; attributes documents, text_nbytes
@@ -18,14 +17,13 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
 from hpczero.data import appendix
+from hpczero.data.appendix import Slabs, TokenArray
 from hpczero.data.batches import Batches, HeldOut
-from hpczero.data.slabs import Slabs, TokenArray
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import DataError
 from hpczero.files.regular import open_regular, reason
@@ -81,11 +79,7 @@ class Split:
         return self._source.read(start, stop)
 
     def check(self) -> None:
-        """Read and check all tokens.
-
-        Raises:
-            DataError: at the first tokens that are damaged, not of the vocabulary, or cannot be read.
-        """
+        """Read and check all tokens. Raises DataError, as a slice does, at the first that are not sound."""
         self._source.check_all()
 
     @property
@@ -210,10 +204,5 @@ class TokenFile:
     def __enter__(self) -> TokenFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -53,14 +52,7 @@ class RunCheckpoints:
     def __init__(
         self, config: RunConfig, folder: RunFolder, model: nn.Module, *, lock: Lock
     ) -> None:
-        """Not collective.
-
-        Args:
-            config: with the batch spelled out.
-            folder: folder of the run.
-            model: zeroified with its optimizer.
-            lock: lock of the folder, held on rank 0.
-        """
+        """Not collective. ``config`` has the batch spelled out. Rank 0 holds ``lock``, that of the folder."""
         self._config = config
         self._folder = folder
         self._model = model
@@ -94,22 +86,13 @@ class RunCheckpoints:
         self._checkpoints.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._checkpoints.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._checkpoints.__exit__(*error)
 
     def begin(self, source: str, identity: Mapping[str, Any]) -> Start:
         """Load the checkpoint that the run goes on from, if there is one, and set aside what is not of its line.
 
-        Collective over world.
-
-        Args:
-            source: what ``resume.chosen`` says.
-            identity: what ``resume.identity`` says of the run.
+        Collective over world. ``source`` is of ``resume.chosen``, ``identity`` of ``resume.identity``.
 
         Raises:
             ConfigError: the checkpoint belongs to another run, or has more steps than are asked for.
@@ -160,10 +143,7 @@ class RunCheckpoints:
     def after_step(self, done: int, position: Mapping[str, Any], wish: Wish) -> None:
         """Save if it is due or wished for. Logs a save in the background that has ended. Collective over world.
 
-        Args:
-            done: steps done.
-            position: what ``begin`` will need, and the place in the data.
-            wish: what ranks have agreed on.
+        ``position`` is what ``begin`` will need, and the place in the data.
 
         Raises:
             CheckpointNotWritten: a save failed that is required, or after which the run stops.

@@ -1,7 +1,4 @@
-"""The loss over held-out samples, every few steps, and another metric where the model has one.
-
-Owns: when it is due, and what it is. Must not know: training, where the samples come from.
-"""
+"""The passes of a model, and the loss over held-out samples every few steps, with another metric where there is one."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +28,7 @@ from hpczero.zero.sharding import KEY
 # (step, micro step) -> inputs and targets of this rank, or what else its samples have: NumPy arrays or tensors.
 Samples = Callable[[int, int], tuple[Any, ...]]
 Loss = Callable[..., Tensor]  # (model, *batch)
-
-
-def whole_samples(tokens: Tensor) -> Tensor:
-    """All of them, where ranks do not share the tokens of a sample."""
-    return tokens
+Own = Callable[[Tensor], Tensor]  # this rank's part, where ranks share the tokens of a sample
 
 
 def checked(found: Any, what: str) -> Tensor:
@@ -44,20 +37,37 @@ def checked(found: Any, what: str) -> Tensor:
     Raises:
         StepError: it is no tensor of one element.
     """
-    if isinstance(found, Tensor) and found.numel() == 1:
-        return found
-    got = (
-        f"a tensor of shape {tuple(found.shape)}"
-        if isinstance(found, Tensor)
-        else repr(type(found).__name__)
-    )
+    got = repr(type(found).__name__)
+    if isinstance(found, Tensor):
+        if found.numel() == 1:
+            return found
+        got = f"a tensor of shape {tuple(found.shape)}"
     raise StepError(
         f"{what} of the adapter gave {got}, expected a tensor of one element, the mean over the samples"
     )
 
 
-class Passes(Protocol):
-    """One way to come from samples to gradients. Collective over the topology of the model."""
+class PlainPasses:
+    """Forward and backward of a model that each rank calls by itself. Collective over the topology of the model.
+
+    Attributes:
+        waited_s: seconds that this rank has waited for others in passes so far, beside what collectives count.
+    """
+
+    waited_s = 0.0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Loss,
+        accumulation: int,
+        accelerator: Accelerator,
+        own: Own = lambda tokens: tokens,
+    ) -> None:
+        """Not collective. ``accumulation`` is the number of micro steps in a step."""
+        self._model, self._loss, self._own = model, loss, own
+        self._accumulation, self._accelerator = accumulation, accelerator
 
     def take(
         self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
@@ -74,56 +84,6 @@ class Passes(Protocol):
             Gives the mean loss over this rank's samples. It waits for a device where the step has not; with a pipeline
             it is collective over the stages.
         """
-        ...
-
-    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
-        """The loss summed over samples, without gradients.
-
-        Args:
-            parts: of each forward its tensors, inputs and targets, then the number of samples.
-        """
-        ...
-
-    def measuring(self, adapter: Adapter) -> Passes:
-        """Passes whose ``held_out`` sums the adapter's metric instead of the loss. Not collective."""
-        ...
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has waited for others in passes so far, beside what collectives count."""
-        ...
-
-
-class PlainPasses:
-    """Of a model that each rank calls by itself."""
-
-    waited_s = 0.0
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        loss: Loss,
-        accumulation: int,
-        accelerator: Accelerator,
-        own: Callable[[Tensor], Tensor] = whole_samples,
-    ) -> None:
-        """Not collective.
-
-        Args:
-            model: zeroified, or any model for ``held_out``.
-            loss: mean loss of a micro batch, from the model, inputs and targets.
-            accumulation: micro steps in a step.
-            accelerator: device of the model.
-            own: this rank's part of inputs and targets, where ranks share the tokens of a sample.
-        """
-        self._model, self._loss, self._own = model, loss, own
-        self._accumulation, self._accelerator = accumulation, accelerator
-
-    def take(
-        self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
-    ) -> Callable[[], float]:
-        """As of every way."""
         losses: list[Callable[[], float]] = []
         for micro_step in range(self._accumulation):
             with watch.phase("data"):
@@ -145,26 +105,21 @@ class PlainPasses:
         return lambda: sum(loss() for loss in losses)
 
     def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
-        """As of every way."""
+        """The loss summed over samples, without gradients. Parts are inputs, targets, and the number of samples."""
         total = 0.0
         for *batch, number in parts:
             found = checked(self._loss(self._model, *map(self._own, batch)), "loss or metric")
             total += found.item() * number
         return total
 
-    def measuring(self, adapter: Adapter) -> Passes:
-        """As of every way."""
-        return PlainPasses(
-            self._model,
-            loss=adapter.metric,
-            accumulation=1,
-            accelerator=self._accelerator,
-            own=self._own,
-        )
+    def measuring(self, adapter: Adapter) -> PlainPasses:
+        """Passes whose ``held_out`` sums the adapter's metric instead of the loss. Not collective."""
+        named: Any = {"accelerator": self._accelerator, "own": self._own}
+        return PlainPasses(self._model, loss=adapter.metric, accumulation=1, **named)
 
 
 class PipelinePasses:
-    """Of a stage of a pipeline, whose micro batches pass from stage to stage."""
+    """As ``PlainPasses``, of a stage of a pipeline, whose micro batches pass from stage to stage."""
 
     def __init__(
         self,
@@ -172,23 +127,16 @@ class PipelinePasses:
         *,
         group: Group,
         accelerator: Accelerator,
-        own: Callable[[Tensor], Tensor] = whole_samples,
+        own: Own = lambda tokens: tokens,
     ) -> None:
-        """Not collective.
-
-        Args:
-            pipeline: of the stage.
-            group: the stages.
-            accelerator: device of the stage.
-            own: as of ``PlainPasses``.
-        """
+        """Not collective. ``group`` are the stages."""
         self._pipeline, self._group = pipeline, group
         self._accelerator, self._own = accelerator, own
 
     def take(
         self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
     ) -> Callable[[], float]:
-        """As of every way. Forwards and backwards are interleaved, so both count as ``backward``."""
+        """As of ``PlainPasses``. Forwards and backwards are interleaved, so both count as ``backward``."""
         with watch.phase("data"):
             micro_steps = [samples(number, each) for each in range(self._pipeline.micro_batches)]
         with watch.phase("backward"):
@@ -201,7 +149,7 @@ class PipelinePasses:
         return loss
 
     def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
-        """As of every way; forwards of equally many samples pass one after the other."""
+        """As of ``PlainPasses``; forwards of equally many samples pass one after the other."""
         total, own = 0.0, self._own
         for number, group in itertools.groupby(parts, key=lambda part: part[2]):
             alike = list(group)
@@ -211,9 +159,9 @@ class PipelinePasses:
             total += mean * number * len(alike)
         return total
 
-    def measuring(self, adapter: Adapter) -> Passes:
-        """As of every way."""
-        named = {"group": self._group, "accelerator": self._accelerator, "own": self._own}
+    def measuring(self, adapter: Adapter) -> PipelinePasses:
+        """As of ``PlainPasses``."""
+        named: Any = {"group": self._group, "accelerator": self._accelerator, "own": self._own}
         return PipelineMeasuring(adapter, self._pipeline, **named)
 
     @property
@@ -240,13 +188,7 @@ class PipelineMeasuring(PipelinePasses):
     """Of a stage of a pipeline, whose last stage has an adapter's metric of what comes out; all stages are told it."""
 
     def __init__(self, adapter: Adapter, pipeline: Pipeline, **named: Any) -> None:
-        """Not collective.
-
-        Args:
-            adapter: has the metric.
-            pipeline: of the stage.
-            named: as of ``PipelinePasses``.
-        """
+        """Not collective."""
         super().__init__(pipeline, **named)
         self._adapter = adapter
 
@@ -277,6 +219,9 @@ class PipelineMeasuring(PipelinePasses):
         return checked(found, "metric").item()
 
 
+Passes = PlainPasses | PipelinePasses
+
+
 def passes_of(
     options: LayoutOptions,
     adapter: Adapter,
@@ -287,29 +232,19 @@ def passes_of(
 ) -> Passes:
     """What makes the gradients of a step. Not collective.
 
-    Args:
-        options: schedule of the pipeline.
-        adapter: of the model.
-        model: zeroified.
-        accumulation: micro steps in a step, which are the micro batches of a pipeline.
-        accelerator: device of the model.
+    ``accumulation`` is the number of micro steps in a step, which are the micro batches of a pipeline.
 
     Raises:
         ConfigError: numbers that the schedule cannot run.
     """
-    topology, own = hpczero.sharding(model).topology, whole_samples
+    topology = hpczero.sharding(model).topology
+    named: dict[str, Any] = {"accelerator": accelerator}
     if topology.sequence.size > 1:  # of samples that are no tokens there is nothing to divide
-        own = partial(own_tokens, topology=topology)
+        named["own"] = partial(own_tokens, topology=topology)
     if options.pipeline == 1:
-        return PlainPasses(
-            model,
-            loss=adapter.loss,
-            accumulation=accumulation,
-            accelerator=accelerator,
-            own=own,
-        )
+        return PlainPasses(model, loss=adapter.loss, accumulation=accumulation, **named)
     pipeline = Pipeline(model, micro_batches=accumulation, schedule=options.order)
-    return PipelinePasses(pipeline, group=topology.pipeline, accelerator=accelerator, own=own)
+    return PipelinePasses(pipeline, group=topology.pipeline, **named)
 
 
 @dataclass(frozen=True)
@@ -352,7 +287,7 @@ class Evaluation:
             micro_batch: samples of one forward.
             every: steps between evaluations; 0 evaluates after the last step alone.
             steps: number of steps of the run.
-            adapter: whose metric is told too; None, or one without a metric: the loss alone.
+            adapter: whose metric is measured too, if it has a metric.
         """
         self._measuring: Passes | None = None
         if adapter is not None and adapter.metric_name:

@@ -1,7 +1,6 @@
 """The training loop, to be read from top to bottom.
 
-Owns: the order of events in a run, and when it is over. Must not know: how a step is taken, how anything is sharded,
-what is in a file. Every rank runs all of it; only rank 0 writes files.
+Every rank runs all of it; only rank 0 writes files.
 """
 
 from __future__ import annotations
@@ -53,12 +52,7 @@ def end_stopped(run: Run, done: int) -> int:
 def draw_meanwhile(run: Run, drawn_s: float) -> float:
     """Draw the losses of a run that goes on, if the last picture is old. Not collective: rank 0 calls it.
 
-    Args:
-        run: that has written the line of a step.
-        drawn_s: when it was drawn last, by ``time.monotonic``.
-
-    Returns:
-        When it was drawn last.
+    ``drawn_s`` is when they were drawn last, by ``time.monotonic``. Returns the same after the call.
     """
     now_s = time.monotonic()
     if not run.config.log.plot or now_s - drawn_s < PICTURE_S:
@@ -73,9 +67,7 @@ def draw_meanwhile(run: Run, drawn_s: float) -> float:
 def end_finished(run: Run, found: Found | None) -> int:
     """Write the results of a run that has done all its steps. Returns 0. Collective.
 
-    Args:
-        run: its steps are done.
-        found: by the evaluation after the last step, if there was one.
+    ``found`` is of the evaluation after the last step, if there was one.
     """
     sharding, config = hpczero.sharding(run.model), run.config
     log.debug(

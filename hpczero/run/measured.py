@@ -1,7 +1,4 @@
-"""The record of a step, from what the step, the shards and the device say.
-
-Owns: which figure comes from where. Must not know: what becomes of a record.
-"""
+"""The record of a step, from what the step, the shards and the device say; and which ranks are slow."""
 
 from __future__ import annotations
 
@@ -69,12 +66,7 @@ class Stragglers:
     """Own work of one rank since the last report."""
 
     def __init__(self, topology: Topology, *, every: int) -> None:
-        """Not collective.
-
-        Args:
-            topology: topology of the run; borrowed.
-            every: steps between reports; 0 reports nothing.
-        """
+        """Not collective. ``every`` is the number of steps between reports; 0 reports nothing."""
         self._topology = topology
         self._every = every
         self._window: list[float] = []
@@ -86,12 +78,9 @@ class Stragglers:
             self._window.append(own_s)
 
     def report(self, done: int) -> list[str]:
-        """Lines about ranks that are slow, the same on every rank. None if no report is due or no rank is slow.
+        """Lines about ranks that are slow after ``done`` steps, the same on every rank; none if no report is due.
 
         Collective over the topology's world.
-
-        Args:
-            done: steps done.
         """
         if not self._every or done % self._every or not self._window:
             return []

@@ -87,10 +87,7 @@ class CheckpointWeights:
     def __init__(self, path: Path, *, asked_for: bool, token_file: Path | None = None) -> None:
         """Open a checkpoint; no values are read yet.
 
-        Args:
-            path: folder of the checkpoint.
-            asked_for: whether it was asked for by its path. It need then not be of the step that its name states.
-            token_file: the token file that the run was trained on.
+        ``asked_for``: by its path. It need then not be of the step that its name states.
 
         Raises:
             CorruptCheckpoint: its manifest or size is not what was written, or its name states another step.
@@ -240,10 +237,8 @@ def check_token_file(path: Path, tokenizer: str, token_file: Path) -> None:
 def open_source(path: Path, topology: Topology, *, token_file: Path | None = None) -> WeightSource:
     """The newest sound weights that ``path`` means, open on every rank. Collective over topology.world.
 
-    Args:
-        path: of a run, a folder of checkpoints, a checkpoint or a weights file.
-        topology: rank 0 chooses; all ranks check the values, each a part.
-        token_file: the token file that the run was trained on; only checkpoints of earlier versions need it.
+    Rank 0 chooses. All ranks check the values, each rank a part. Only checkpoints of earlier versions need
+    ``token_file``, which the run was trained on.
 
     Raises:
         ConfigError: there are none, their tokenizer is unknown, or ``token_file`` has another one.
@@ -342,15 +337,10 @@ def _opened(
                 if token_file is not None:
                     check_token_file(path, source.tokenizer.to_json(), token_file)
         # Of one path: a save of the same step may have come in between, and nodes may have folders of their own.
-        mine = source.fingerprint if source is not None else ""
-        first = topology.broadcast_text(mine)
-        with topology.agreed("compare the weights with those of rank 0"):
-            if mine != first:
-                raise CorruptCheckpoint(
-                    f"{path}: is not the same on all ranks; bring it to every node"
-                )
+        assert source is not None, "agreed above"
+        unlike = CorruptCheckpoint(f"{path}: is not the same on all ranks; bring it to every node")
+        topology.same(source.fingerprint, "compare the weights with those of rank 0", unlike)
         with topology.agreed("hold the weights against their digests"):
-            assert source is not None, "agreed above"
             source.check(topology.rank, topology.size)
             return source
     except BaseException:
@@ -391,17 +381,7 @@ def sample(
     are sharded, or divided. Tensor ranks add up parts of products, so logits may differ in their last bits from those
     of one rank; the text differs where two tokens are that close.
 
-    Args:
-        path: run folder, folder of checkpoints, checkpoint or weights file.
-        prompt: text to continue; an empty one is the start of a document.
-        num_tokens: how many to add.
-        temperature: 0 takes the most likely token.
-        top_k: choose among the k most likely tokens; None chooses among all.
-        seed: seed of the choices.
-        stage: ZeRO stage, 0 to 3.
-        token_file: the token file that the run was trained on, for checkpoints of earlier versions; empty if the
-            weights state their tokenizer.
-        parallel: which ranks share what; None: all share one set of shards.
+    The arguments are the options of ``hpczero.sample``. ``top_k`` of None chooses among all tokens.
 
     Raises:
         ConfigError: there are no such weights, their tokenizer is unknown, or the ranks or the model do not suit the
@@ -457,11 +437,9 @@ def _logits_of(model: nn.Module, topology: Topology, vocab_size: int) -> Callabl
     def logits_of(tokens_BT: Tensor) -> Tensor:
         last = stages.size - 1
         found = pipeline.outputs([tokens_BT])
-        logits_V = (
-            torch.empty(vocab_size, dtype=torch.float32, device="cpu")
-            if found is None
-            else found[0][0, -1].float().cpu()
-        )
+        logits_V = torch.empty(vocab_size, dtype=torch.float32, device="cpu")
+        if found is not None:
+            logits_V = found[0][0, -1].float().cpu()
         hand_out(stages, logits_V.numpy(), root=last)
         return logits_V[None, None]
 

@@ -1,8 +1,4 @@
-"""From options to a run that can take its first step.
-
-Owns: the order of the steps to that point, and what they refuse. Must not know: training steps, results, why a run
-stops. Every rank runs all of it; only rank 0 touches files.
-"""
+"""From options to a run that can take its first step. Every rank runs all of it; only rank 0 touches files."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
@@ -28,7 +23,7 @@ from hpczero.options.environment import Environment
 from hpczero.plan.sizing import Batch
 from hpczero.planner.choice import Foretold
 from hpczero.run.checkpoints import RunCheckpoints, Start
-from hpczero.run.evaluation import Evaluation, Passes, passes_of
+from hpczero.run.evaluation import Evaluation, passes_of
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.results.records import Records
@@ -41,9 +36,9 @@ from hpczero.run.starting.building import (
     recompute_blocks,
     set_options,
 )
-from hpczero.run.starting.choosing import choose_settings, earlier_settings, taken_over
+from hpczero.run.starting.choosing import Chosen, choose_settings, earlier_settings, taken_over
 from hpczero.run.starting.header import flops_per_unit, tell_header
-from hpczero.run.starting.reading import HeldOutSet, RunData, TrainingSet, open_reading
+from hpczero.run.starting.reading import RunData, open_reading
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
 from hpczero.run.stopping import Deadline
@@ -133,150 +128,128 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     Raises:
         HpcZeroError: of any kind; on every rank.
     """
-    earlier = _look_back(given)
-    if earlier is None:
+    topology, accelerator = given.topology, given.accelerator
+    folder = RunFolder.of(given.config.run)
+    # On the other ranks, as outside of a series of jobs, there is nothing to look at.
+    environment = Environment.read() if topology.is_root else Environment()
+    config, attempts = _look_back(given, folder, environment)
+    if attempts is None:
         return None
-    asked = _hold_against_ranks_and_data(earlier)
-    if asked.config.parallel.auto:
-        asked = _choose(asked)
-    samples = _lay_out_samples(asked, room)
-    asked = asked.pinned()
-    folder = RunFolder.of(asked.config.run)
-    source = resume.chosen(asked.config, folder, given.topology)
-    model, optimizer = build(
-        asked.config, asked.adapter, given.topology, given.accelerator, resumes=bool(source)
-    )
-    checkpointing = recompute_blocks(asked.config, asked.adapter, model, given.accelerator, room)
-    with given.topology.agreed("ask the adapter for the card of its model"):
-        card = resume.model_card(asked.config.model, asked.adapter.card())
-    check_card(card, given.topology, of=type(asked.adapter).__name__)
-    identity = resume.identity(asked.config, asked.reading.identity(), card)
-    deadline = Deadline(asked.environment)
-    checkpoints = RunCheckpoints(asked.config, folder, model, lock=lock.lock)
-    with given.topology.agreed("hold the job's time against a save"):
+    batch, reading, adapter = _hold_against_ranks_and_data(given, config, folder, attempts)
+    foretold = None
+    if config.parallel.auto:
+        chosen = _choose(given, config, folder, adapter, batch)
+        config, batch, foretold = chosen.config, chosen.batch, chosen.foretold
+        adapter = adapter.with_checkpointing(chosen.model.checkpoint_activations)
+    _hold_against_memory(given, config, adapter, batch, room)
+    with topology.agreed("lay out the samples"):
+        batches = reading.training(config, adapter.context, batch.global_batch)
+        held_out = None
+        if config.evaluation.batches:
+            most = config.evaluation.batches * batch.global_batch
+            held_out = reading.held_out(adapter.context, most)
+    config = config.pinned(batch.global_batch)
+    source = resume.chosen(config, folder, topology)
+    model, optimizer = build(config, adapter, topology, accelerator, resumes=bool(source))
+    checkpointing = recompute_blocks(config, adapter, model, accelerator, room)
+    with topology.agreed("ask the adapter for the card of its model"):
+        card = resume.model_card(config.model, adapter.card())
+    check_card(card, topology, of=type(adapter).__name__)
+    identity = resume.identity(config, reading.identity(), card)
+    deadline = Deadline(environment)
+    checkpoints = RunCheckpoints(config, folder, model, lock=lock.lock)
+    with topology.agreed("hold the job's time against a save"):
         deadline.check_room(save_s=checkpoints.save_s)
     begin = checkpoints.begin(source, identity)
-    set_options(optimizer, asked.config.train)
-    with given.topology.agreed("lay out the passes of a step"):
+    set_options(optimizer, config.train)
+    with topology.agreed("lay out the passes of a step"):
         passes = passes_of(
-            asked.config.parallel,
-            asked.adapter,
+            config.parallel,
+            adapter,
             model,
-            accumulation=asked.batch.accumulation,
-            accelerator=given.accelerator,
+            accumulation=batch.accumulation,
+            accelerator=accelerator,
         )
-    scheduler = LambdaLR(
-        optimizer, asked.config.train.learning_rate_factor, last_epoch=begin.step - 1
-    )
-    records = _start_records(asked, folder, lock, begin)
-    tell_header(
-        hpczero.sharding(model),
-        given.accelerator,
-        asked.reading,
-        asked.config,
-        asked.batch,
-        asked.adapter,
-        checkpointing,
-        room.run,
-    )
+    rate = config.train.learning_rate_factor
+    scheduler = LambdaLR(optimizer, rate, last_epoch=begin.step - 1)
+    records = _start_records(config, topology, adapter.unit, folder, lock, begin, attempts)
+    sharding = hpczero.sharding(model)
+    tell_header(sharding, accelerator, reading, config, batch, adapter, checkpointing, room.run)
+    rank, size = topology.data.rank, topology.data.size
     return Run(
-        given=asked.given,
-        adapter=asked.adapter,
-        batch=asked.batch,
-        reading=asked.reading,
+        given=replace(given, config=config),
+        adapter=adapter,
+        batch=batch,
+        reading=reading,
         card=card,
-        flops_per_unit=flops_per_unit(
-            asked.adapter, lambda: samples.batches.micro_batch(0, 0, 0, 1)
-        ),
+        flops_per_unit=flops_per_unit(adapter, lambda: batches.micro_batch(0, 0, 0, 1)),
         folder=folder,
         lock=lock,
         model=model,
         checkpointing=checkpointing,
-        step=_training_step(asked, samples, model, optimizer, scheduler, passes, checkpointing),
-        evaluation=_evaluation(asked, samples, model, passes),
+        step=TrainingStep(
+            model,
+            optimizer,
+            passes=passes,
+            samples=lambda number, micro: batches.micro_batch(
+                number, micro, rank, size, batch.accumulation
+            ),
+            accelerator=accelerator,
+            clip=config.train.clip or None,
+            scheduler=scheduler,
+            checkpointing=checkpointing,
+        ),
+        evaluation=Evaluation(
+            model,
+            held_out,
+            passes=passes,
+            topology=topology,
+            accelerator=accelerator,
+            micro_batch=batch.micro_batch,
+            every=config.evaluation.every,
+            steps=config.train.steps,
+            adapter=adapter,
+        ),
         checkpoints=checkpoints,
         identity=identity,
         start=begin.step,
         records=records,
-        attempts=asked.attempts,
-        environment=asked.environment,
+        attempts=attempts,
+        environment=environment,
         deadline=deadline,
-        foretold=asked.foretold,
+        foretold=foretold,
     )
 
 
-@dataclass(frozen=True)
-class _Earlier:
-    """A run and the starts before this one; ``given`` has the options as these starts settle them."""
-
-    given: Given
-    attempts: Attempts
-    environment: Environment
-
-
-@dataclass(frozen=True)
-class _Asked(_Earlier):
-    """What was asked for, after it was held against the ranks and the data.
-
-    Attributes:
-        adapter: of text, with the tokenizer's vocabulary.
-        batch: samples per step, and how they are spread.
-        reading: the data; open.
-        foretold: what the planner expects of its choice; None where it was not asked.
-    """
-
-    adapter: Adapter
-    batch: Batch
-    reading: RunData
-    foretold: Foretold | None = None
-
-    @property
-    def config(self) -> RunConfig:
-        """The options as they are settled."""
-        return self.given.config
-
-    def pinned(self) -> _Asked:
-        """The same with the global batch among the options, so that any number of ranks can continue it."""
-        config = self.config.pinned(self.batch.global_batch)
-        return replace(self, given=replace(self.given, config=config))
-
-
-@dataclass(frozen=True)
-class _SplitSamples:
-    """Samples to train on, and those held out; None if the run evaluates nothing."""
-
-    batches: TrainingSet
-    held_out: HeldOutSet | None
-
-
-def _look_back(given: Given) -> _Earlier | None:
-    """Settle the options with earlier starts of this run; None if they have done all steps. Collective."""
+def _look_back(
+    given: Given, folder: RunFolder, environment: Environment
+) -> tuple[RunConfig, Attempts | None]:
+    """The options as earlier starts of this run settle them; no attempts if these have done all steps. Collective."""
     config, topology = given.config, given.topology
     with topology.agreed("look at earlier starts of this run"):
-        # On the other ranks, as outside of a series of jobs, there is nothing to look at.
-        environment = Environment.read() if topology.is_root else Environment()
-        attempts = Attempts(RunFolder.of(config.run), environment)
+        attempts = Attempts(folder, environment)
         nothing_left = attempts.finished(config.train.steps)
         if not nothing_left:
             attempts.start(ranks=topology.size, host=socket.gethostname())
             config = attempts.settle(config)
     if any(topology.gather(float(nothing_left))):
         log.info("nothing left to do: an earlier start has done all %d steps", config.train.steps)
-        return None
-    return _Earlier(replace(given, config=config), attempts, environment)
+        return config, None
+    return config, attempts
 
 
-def _hold_against_ranks_and_data(earlier: _Earlier) -> _Asked:
+def _hold_against_ranks_and_data(
+    given: Given, config: RunConfig, folder: RunFolder, attempts: Attempts
+) -> tuple[Batch, RunData, Adapter]:
     """Refuse a batch that does not fit these ranks; open the data. Collective.
 
     Raises:
         StoppedEarly: a signal came while the text was tokenized; the attempt is ended then.
     """
-    given, attempts = earlier.given, earlier.attempts
-    config, topology = given.config, given.topology
+    topology = given.topology
     with topology.agreed("hold the ranks against the batch of this run"):
         if topology.is_root:
-            resume.check_ranks(config, RunFolder.of(config.run), topology.data.size)
+            resume.check_ranks(config, folder, topology.data.size)
     with topology.agreed("spread the batch over the ranks"):
         batch = Batch.resolve(config.train, topology.data.size)
     try:
@@ -285,13 +258,14 @@ def _hold_against_ranks_and_data(earlier: _Earlier) -> _Asked:
         attempts.end(0, EXIT_REQUEUE)
         raise
     check_numbers(adapter, topology)
-    return _Asked(given, attempts, earlier.environment, adapter, batch, reading)
+    return batch, reading, adapter
 
 
-def _choose(asked: _Asked) -> _Asked:
+def _choose(
+    given: Given, config: RunConfig, folder: RunFolder, adapter: Adapter, batch: Batch
+) -> Chosen:
     """The settings that the planner chooses, or that it chose at an earlier start of this run. Collective."""
-    given, config = asked.given, asked.config
-    topology, model = given.topology, asked.adapter.transformer
+    topology, model = given.topology, adapter.transformer
     with topology.agreed("see whether the planner knows the model"):
         if model is None:
             raise ConfigError(
@@ -299,42 +273,33 @@ def _choose(asked: _Asked) -> _Asked:
                 "choose parallel.stage and train.micro_batch yourself"
             )
     with topology.agreed("look for what an earlier start chose"):
-        text = earlier_settings(config, RunFolder.of(config.run)) if topology.is_root else ""
+        text = earlier_settings(config, folder) if topology.is_root else ""
     text = topology.broadcast_text(text)
-    chosen = taken_over(text, config, model, asked.batch, topology.data.size) if text else None
-    if chosen is None:
-        chosen = choose_settings(config, model, asked.batch, topology, given.accelerator)
-    return replace(
-        asked,
-        given=replace(given, config=chosen.config),
-        adapter=asked.adapter.with_checkpointing(chosen.model.checkpoint_activations),
-        batch=chosen.batch,
-        foretold=chosen.foretold,
-    )
+    chosen = taken_over(text, config, model, batch, topology.data.size) if text else None
+    return chosen or choose_settings(config, model, batch, topology, given.accelerator)
 
 
-def _lay_out_samples(asked: _Asked, room: RoomCheck) -> _SplitSamples:
-    """Refuse a run that does not fit the machine, then find its samples. Collective."""
-    config, adapter, batch = asked.config, asked.adapter, asked.batch
-    topology, is_host = asked.given.topology, asked.given.accelerator.is_host
-    model = adapter.transformer
+def _hold_against_memory(
+    given: Given, config: RunConfig, adapter: Adapter, batch: Batch, room: RoomCheck
+) -> None:
+    """Refuse a run that does not fit the machine, if it is one that can be counted. Collective."""
+    model, topology = adapter.transformer, given.topology
     if model is not None:
         with topology.agreed("plan the run"):
-            run = run_of(config, model, batch, topology, is_host=is_host)
+            run = run_of(config, model, batch, topology, is_host=given.accelerator.is_host)
         room.check(run)
-    with topology.agreed("lay out the samples"):
-        reading, context = asked.reading, adapter.context
-        batches = reading.training(config, context, batch.global_batch)
-        held_out = None
-        if config.evaluation.batches:
-            max_samples = config.evaluation.batches * batch.global_batch
-            held_out = reading.held_out(context, max_samples)
-    return _SplitSamples(batches, held_out)
 
 
-def _start_records(asked: _Asked, folder: RunFolder, lock: RunLock, begin: Start) -> Records | None:
+def _start_records(
+    config: RunConfig,
+    topology: Topology,
+    unit: str,
+    folder: RunFolder,
+    lock: RunLock,
+    begin: Start,
+    attempts: Attempts,
+) -> Records | None:
     """Create the run folder or go on in it, on rank 0; None on the other ranks. Collective."""
-    config, topology = asked.config, asked.given.topology
     with topology.agreed("start the records"):
         if not topology.is_root:
             return None
@@ -346,48 +311,8 @@ def _start_records(asked: _Asked, folder: RunFolder, lock: RunLock, begin: Start
             lock.make_room(config.run)
             folder.create(config)
         steps = config.train.steps
-        unit = asked.adapter.unit
         records = Records(
             folder, config.log, num_steps=steps, start=begin.step, own=begin.own, unit=unit
         )
-        asked.attempts.begin(begin.step)
+        attempts.begin(begin.step)
     return records
-
-
-def _training_step(
-    asked: _Asked,
-    samples: _SplitSamples,
-    model: nn.Module,
-    optimizer: AdamW,
-    scheduler: LambdaLR,
-    passes: Passes,
-    checkpointing: Checkpointing | None,
-) -> TrainingStep:
-    rank, size = asked.given.topology.data.rank, asked.given.topology.data.size
-    batches, accumulation = samples.batches, asked.batch.accumulation
-    return TrainingStep(
-        model,
-        optimizer,
-        passes=passes,
-        samples=lambda number, micro: batches.micro_batch(number, micro, rank, size, accumulation),
-        accelerator=asked.given.accelerator,
-        clip=asked.config.train.clip or None,
-        scheduler=scheduler,
-        checkpointing=checkpointing,
-    )
-
-
-def _evaluation(
-    asked: _Asked, samples: _SplitSamples, model: nn.Module, passes: Passes
-) -> Evaluation:
-    return Evaluation(
-        model,
-        samples.held_out,
-        passes=passes,
-        topology=asked.given.topology,
-        accelerator=asked.given.accelerator,
-        micro_batch=asked.batch.micro_batch,
-        every=asked.config.evaluation.every,
-        steps=asked.config.train.steps,
-        adapter=asked.adapter,
-    )

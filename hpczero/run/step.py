@@ -1,7 +1,6 @@
 """One optimizer step over the micro batches of a rank: training takes it, and measurements measure it.
 
-Owns: the order of calls in a step and the clocks around them. Must not know: how anything is sharded, where samples
-come from, what follows a step.
+Here is the order of calls in a step, with the clocks around them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Asked to stop or to save: by a signal, by a file in the run folder, or because the job's time is nearly up.
 
-Owns: the files, and that all ranks know of it at the same step. Must not know: training, checkpoints, SLURM.
-
 A signal often reaches only some ranks, and never all at the same step, so ranks agree between steps.
 """
 
@@ -46,10 +44,7 @@ class Deadline:
     ) -> None:
         """Ask SLURM once, unless SLURM_JOB_END_TIME states the end.
 
-        Args:
-            environment: with the job, and its end if SLURM states it.
-            ask: gives the seconds left of a job by its id; infinite without a limit, None if that is unknown.
-            now: gives the seconds since the epoch.
+        ``ask`` gives the seconds left of a job by its id; infinite without a limit, None if that is unknown.
         """
         self._job = environment.job_of_squeue
         self._ask = ask
@@ -74,9 +69,6 @@ class Deadline:
 
         If such a job is requeued, it does one step at a time for ever. The time of a step is not known yet.
 
-        Args:
-            save_s: seconds of a save, measured or estimated.
-
         Raises:
             ConfigError: three saves and the end of the job do not fit into what is left.
         """
@@ -90,23 +82,13 @@ class Deadline:
             )
 
     def is_near(self, *, step_s: float, save_s: float) -> bool:
-        """Whether three saves, two steps and the end of the job no longer fit into what is left.
-
-        Args:
-            step_s: seconds of the last step; the slowest of the last ones counts.
-            save_s: seconds of a save.
-        """
+        """Whether three saves, two steps (the slowest of the last ones) and the end of the job no longer fit."""
         self._steps.append(step_s)
         needed_s = SAVES * save_s + STEPS * max(self._steps) + ENDING_S
         if self._holds(needed_s):
             return False
-        log.info(
-            "time limit: %.0f s are left, %.0f s are needed with saves of %.1f s and steps of %.2f s: stopping",
-            self.left_s,
-            needed_s,
-            save_s,
-            max(self._steps),
-        )
+        said = "time limit: %.0f s are left, %.0f s are needed with saves of %.1f s and steps of %.2f s: stopping"
+        log.info(said, self.left_s, needed_s, save_s, max(self._steps))
         return True
 
     def _holds(self, needed_s: float) -> bool:
@@ -138,14 +120,7 @@ class Stops:
     def __init__(
         self, folder: Path, topology: Topology, signals: Signals, deadline: Deadline
     ) -> None:
-        """Not collective.
-
-        Args:
-            folder: where files named STOP and SAVE are looked for, on rank 0.
-            topology: topology of the run; borrowed.
-            signals: those of this process; listening.
-            deadline: when the job ends; only that of rank 0 is asked.
-        """
+        """Not collective. In ``folder`` rank 0 looks for files named STOP and SAVE. Rank 0 alone asks ``deadline``."""
         self._folder = folder
         self._topology = topology
         self._signals = signals
@@ -155,9 +130,7 @@ class Stops:
     def wish(self, *, step_s: float = 0.0, save_s: float = 0.0) -> Wish:
         """What any rank was asked for since the last call, the same on every rank. Collective over world.
 
-        Args:
-            step_s: seconds of this step, evaluation included; that of rank 0 counts.
-            save_s: seconds of a checkpoint; that of rank 0 counts.
+        ``step_s`` are seconds of this step, evaluation included, ``save_s`` those of a save; rank 0's count.
         """
         mine = Wish.STOP if self._signals.came else Wish.NOTHING
         if self._topology.is_root:

@@ -11,6 +11,7 @@ import pytest
 
 from hpczero.data import Corpus, corpus
 from hpczero.errors import DataError
+from tests.data.blocks import blocks_of
 
 
 def write(path: Path, text: bytes) -> Path:
@@ -20,7 +21,7 @@ def write(path: Path, text: bytes) -> Path:
 
 
 def texts(found: Corpus) -> list[bytes]:
-    return [b"".join(document.blocks()) for document in found.documents]
+    return [b"".join(blocks_of(document)) for document in found.documents]
 
 
 def test_folders_give_all_visible_files_and_files_themselves(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_line_that_is_too_long_for_memory_is_divided_between_characters(
     monkeypatch.setattr(corpus, "BLOCK_NBYTES", 30)
     monkeypatch.setattr(corpus, "REST_NBYTES", 30)
     (document,) = Corpus.of_paths([write(tmp_path / "text", text.encode())]).documents
-    blocks = list(document.blocks())
+    blocks = blocks_of(document)
     assert "".join(block.decode() for block in blocks) == text
     assert all(0 < len(block) < 100 for block in blocks)
     assert document.nbytes == len(text.encode())
@@ -75,7 +76,7 @@ def test_long_line_that_is_no_text_is_divided_too(
     monkeypatch.setattr(corpus, "BLOCK_NBYTES", 30)
     monkeypatch.setattr(corpus, "REST_NBYTES", 30)
     (document,) = Corpus.of_paths([write(tmp_path / "data", b"\x80" * 1000)]).documents
-    blocks = list(document.blocks())
+    blocks = blocks_of(document)
     assert b"".join(blocks) == b"\x80" * 1000
     assert all(0 < len(block) < 100 for block in blocks)
 
@@ -86,7 +87,7 @@ def test_blocks_end_after_lines_and_lose_nothing(
     monkeypatch.setattr(corpus, "BLOCK_NBYTES", 10)
     text = b"".join(b"%d" % 10**index + b"\n" for index in range(15)) + b"no end of line"
     (document,) = Corpus.of_paths([write(tmp_path / "text", text)]).documents
-    blocks = list(document.blocks())
+    blocks = blocks_of(document)
     assert len(blocks) > 5
     assert b"".join(blocks) == text
     assert all(block.endswith(b"\n") for block in blocks[:-1])
@@ -145,7 +146,7 @@ def test_file_whose_text_changes_while_it_is_read_is_refused(tmp_path: Path) -> 
     (document,) = Corpus.of_paths([path]).documents
     write(path, b"LINE\n")
     with pytest.raises(DataError, match="log: holds another text than a moment ago"):
-        list(document.blocks())
+        blocks_of(document)
 
 
 def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
@@ -153,4 +154,4 @@ def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     (document,) = Corpus.of_paths([path]).documents
     write(path, b"line\nline\n")
     with pytest.raises(DataError, match="has 10 bytes, had 5 a moment ago"):
-        list(document.blocks())
+        blocks_of(document)

@@ -35,6 +35,7 @@ from hpczero.data import token_writer as tokenwriter
 from hpczero.data.prepare import training_length
 from hpczero.errors import ConfigError, DataError
 from hpczero.job.long_work import LongWork, Progress
+from tests.data.blocks import blocks_of
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def make(folder: Path, out: Path, **options: Any) -> Path:
 def test_file_read_with_plain_h5py_is_the_corpus(folder: Path, tmp_path: Path) -> None:
     out = make(folder, tmp_path / "new/tokens.h5", validation_fraction=0.2)
     corpus = Corpus.of_paths([folder])
-    expected = [[*b"".join(document.blocks()), 256] for document in corpus.documents]
+    expected = [[*b"".join(blocks_of(document)), 256] for document in corpus.documents]
     with h5py.File(out, "r") as file:
         assert json.loads(file.attrs["tokenizer"]) == {"kind": "bytes"}
         assert file.attrs["format"] == "hpczero tokens"

@@ -21,9 +21,9 @@ import pytest
 from hpczero.data import Corpus, TokenFile, corpus, prepare
 from hpczero.data import token_writer as structure
 from hpczero.data import token_writer as tokenwriter
-from hpczero.data.team import Alone
-from hpczero.data.team_ranks import Ranks
+from hpczero.data.team import Alone, Ranks
 from hpczero.errors import DataError
+from tests.data.blocks import blocks_of
 from tests.helpers.mpirun import ROOT, run_ranks
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.processes import end_family, family, launch_environment
@@ -85,7 +85,7 @@ def test_file_has_the_same_bytes_on_any_number_of_ranks(
         for split in (file.train, file.validation):
             split.check()
         ids = [*file.train[:].tolist(), *file.validation[:].tolist()]
-        expected = b"".join(b"".join(document.blocks()) for document in found.documents)
+        expected = b"".join(b"".join(blocks_of(document)) for document in found.documents)
         parallel_assert(comm, file.tokenizer.decode(ids) == expected, "other text")
         parallel_assert(comm, file.train.documents + file.validation.documents == 25)
     parallel_assert(

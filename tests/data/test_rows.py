@@ -14,7 +14,7 @@ from hpczero.data import Corpus, TokenFile, corpus, prepare
 from hpczero.data import rows as rows_of
 from hpczero.data import token_writer as tokenwriter
 from hpczero.data.rows import corpus_of
-from hpczero.data.team_ranks import Ranks
+from hpczero.data.team import Ranks
 from hpczero.data.tokenize import LibraryTokenizer
 from hpczero.errors import ConfigError, DataError
 from tests.helpers.mpirun import run_ranks

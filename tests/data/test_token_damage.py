@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare, slabs
+from hpczero.data import ByteTokenizer, Corpus, TokenFile, appendix, prepare
 from hpczero.data import token_writer as tokenwriter
 from hpczero.data.appendix import LINE_NBYTES, digest
 from hpczero.errors import DataError
@@ -94,7 +94,7 @@ def test_slab_is_checked_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> No
         checked.append(len(data))
         return digest(data)
 
-    monkeypatch.setattr(slabs, "digest", counted)
+    monkeypatch.setattr(appendix, "digest", counted)
     with TokenFile.open(file) as found:
         for start in (5, 700, 5, 20_000):
             found.train[start : start + 100]

@@ -31,7 +31,7 @@ from hpczero.run.results.metrics import (
     process_peak_nbytes,
     read_metrics,
 )
-from hpczero.run.results.progress import progress_for
+from hpczero.run.results.progress import StepProgress
 from hpczero.run.results.records import Records, plot_losses
 
 
@@ -229,7 +229,7 @@ def test_plot_is_a_png_of_both_losses(tmp_path: Path) -> None:
 def test_one_line_per_interval_first_last_and_evaluation(
     capsys: pytest.CaptureFixture[str], first_rank_logs: None
 ) -> None:
-    with progress_for("auto", num_steps=12, every=5) as progress:
+    with StepProgress("auto", num_steps=12, every=5) as progress:
         for step in range(1, 13):
             progress.show(metrics(step, loss=float(step), held_out_loss=9.5 if step == 7 else None))
     lines = capsys.readouterr().out.splitlines()
@@ -242,7 +242,7 @@ def test_one_line_per_interval_first_last_and_evaluation(
 def test_skipped_steps_and_mfu_are_shown_where_there_are_any(
     capsys: pytest.CaptureFixture[str], first_rank_logs: None
 ) -> None:
-    with progress_for("lines", num_steps=2, every=1) as progress:
+    with StepProgress("lines", num_steps=2, every=1) as progress:
         progress.show(metrics(1))
         progress.show(metrics(2, mfu=0.5, skipped_steps=3, loss_scale=512.0))
     plain, full = capsys.readouterr().out.splitlines()
@@ -253,7 +253,7 @@ def test_skipped_steps_and_mfu_are_shown_where_there_are_any(
 
 
 def test_bar_counts_to_the_end(capsys: pytest.CaptureFixture[str], first_rank_logs: None) -> None:
-    with progress_for("bar", num_steps=3, every=2) as progress:
+    with StepProgress("bar", num_steps=3, every=2) as progress:
         for step in (1, 2, 3):
             progress.show(metrics(step, held_out_loss=8.25 if step == 2 else None))
     text = capsys.readouterr().out

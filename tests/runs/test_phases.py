@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpczero.job.long_work import Moment
-from hpczero.run.results.progress import PhaseLines, clock, figures, phases_for
+from hpczero.run.results.progress import PhaseProgress, clock, figures
 
 
 def test_figures_are_done_total_rate_and_time_left() -> None:
@@ -19,7 +19,7 @@ def test_figures_are_done_total_rate_and_time_left() -> None:
 
 def test_lines_that_are_due_tell_of_a_phase_and_one_tells_that_it_has_ended() -> None:
     said: list[str] = []
-    with PhaseLines(said.append, every_s=0.0) as lines:
+    with PhaseProgress("lines", said.append, every_s=0.0) as lines:
         lines.show(Moment())
         lines.show(Moment("hash", 10**6, 3 * 10**6, 1.0))
         lines.show(Moment("hash", 3 * 10**6, 3 * 10**6, 3.0))
@@ -34,18 +34,18 @@ def test_lines_that_are_due_tell_of_a_phase_and_one_tells_that_it_has_ended() ->
 
 def test_short_work_is_not_told_of() -> None:
     said: list[str] = []
-    with PhaseLines(said.append) as lines:
+    with PhaseProgress("lines", said.append) as lines:
         lines.show(Moment("hash", 10**6, 3 * 10**6, 1.0))
         lines.show(Moment("learn", 0, None, 2.0))
     assert not said
 
 
 def test_a_log_gets_lines_and_a_terminal_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    assert isinstance(phases_for("auto", lambda line: None), PhaseLines)
-    with phases_for("bar", lambda line: None) as bar:
+    assert not PhaseProgress("auto", lambda line: None).is_bar
+    with PhaseProgress("bar", lambda line: None) as bar:
         bar.show(Moment())
         bar.show(Moment("tokenize", 5 * 10**6, 10 * 10**6, 5.0))
     assert "5.0 of 10.0 MB  1.0 MB/s  left 0:00:05" in capsys.readouterr().out
-    with phases_for("bar", lambda line: None, to_stderr=True) as bar:
+    with PhaseProgress("bar", lambda line: None, to_stderr=True) as bar:
         bar.show(Moment("learn", 0, None, 5.0))
     assert "for 0:00:05" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """The folder of a run: what its files are called, and what becomes of an older run.
 
-Owns: names, and that no checkpoint or model of an older run is deleted unasked. Must not know: MPI, torch, what is in
-any file but that of the options. Only rank 0 writes, under the lock of the run.
+No checkpoint or model of an older run is deleted unasked. Only rank 0 writes, under the lock of the run.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hpczero.checkpoint.disk.folder import CHECKPOINTS, STALE_S, Folder
@@ -26,46 +25,34 @@ from hpczero.options.reading import to_toml
 logger = logging.getLogger("hpczero.runs")
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """``<folder>/<name>`` and the files in it."""
+    """``<folder>/<name>`` and the files in it.
 
-    path: Path
+    Attributes:
+        path: the folder; it need not exist.
+        config: file of the resolved options; the train command takes it as a configuration.
+        metrics: file of the metrics, one JSON line per step.
+        attempts: file with one JSON line per start and end of jobs that follow one another.
+        weights: file of the final weights.
+        plot: file of the loss curves.
+        tensorboard: folder of TensorBoard event files.
+        checkpoints: folder of checkpoints.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.attempts = path / "attempts.jsonl"
+        self.weights = path / "model.safetensors"
+        self.plot = path / "loss.png"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / CHECKPOINTS
 
     @classmethod
     def of(cls, options: RunOptions) -> RunFolder:
         """The folder that a run writes to; it need not exist."""
         return cls(options.path)
-
-    @property
-    def config(self) -> Path:
-        """File of the resolved options; the train command takes it as a configuration."""
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        """File of the metrics, one JSON line per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of TensorBoard event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def plot(self) -> Path:
-        """File of the loss curves."""
-        return self.path / "loss.png"
-
-    @property
-    def weights(self) -> Path:
-        """File of the final weights."""
-        return self.path / "model.safetensors"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.path / CHECKPOINTS
 
     @property
     def has_checkpoints(self) -> bool:
@@ -93,18 +80,10 @@ class RunFolder:
     def _holds_metrics(self) -> bool:
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
-    @property
-    def attempts(self) -> Path:
-        """File with one JSON line per start and end of jobs that follow one another."""
-        return self.path / "attempts.jsonl"
-
     def newest_step(self) -> int:
         """Step of the newest checkpoint by its name, 0 if there is none."""
-        for path in Folder(self.checkpoints).candidates():
-            step = step_of_folder(path.name)
-            if step is not None:
-                return step
-        return 0
+        steps = (step_of_folder(path.name) for path in Folder(self.checkpoints).candidates())
+        return next((step for step in steps if step is not None), 0)
 
     def check(self) -> None:
         """Refuse a folder in which something else is where we read and write.
@@ -134,11 +113,7 @@ class RunFolder:
                 )
 
     def go_on(self, config: RunConfig) -> None:
-        """Write ``config`` into the folder of a run that is resumed. Not collective: rank 0 calls it.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-        """
+        """Write ``config`` into the folder of a run that is resumed. Not collective: rank 0 calls it."""
         with self.writing():
             self._make()
             self.weights.unlink(missing_ok=True)
@@ -167,11 +142,8 @@ class RunFolder:
                 # Nobody asked for that: a job that was killed before its first save is begun anew by itself.
                 kept = _free_name(self.path, f"{self.metrics.name}.unsaved-{_date()}")
                 self.metrics.rename(kept)
-                logger.warning(
-                    "%s: of an earlier start that saved nothing; kept in %s",
-                    self.metrics,
-                    kept.name,
-                )
+                said = "%s: of an earlier start that saved nothing; kept in %s"
+                logger.warning(said, self.metrics, kept.name)
             # Only what a run writes: the user may keep other things here.
             for file in (self.metrics, self.plot, self.weights):
                 file.unlink(missing_ok=True)
@@ -190,39 +162,24 @@ class RunFolder:
         Raises:
             ConfigError: the message says what is there.
         """
-        if self.holds_results and not options.overwrite:
-            what = (
-                "an earlier run and no checkpoint to go on from"
-                if self.config.exists()
-                else "checkpoints, a model or metrics, and no config.toml"
-            )
+        earlier = self.config.exists()
+        holds = self.holds_results or (earlier and options.name != DEFAULT_RUN)
+        if holds and not options.overwrite:
+            what = "checkpoints, a model or metrics, and no config.toml"
+            if earlier:
+                what = "an earlier run and no checkpoint to go on from"
             raise ConfigError(
                 f"{self.path}: holds {what}; choose another --run.name, or replace it with --run.overwrite true"
             )
-        if self.config.exists() and not (options.overwrite or options.name == DEFAULT_RUN):
-            raise ConfigError(
-                f"{self.path}: holds an earlier run and no checkpoint to go on from; choose another "
-                "--run.name, or replace it with --run.overwrite true"
-            )
 
     def move_aside(self) -> RunFolder:
-        """Rename the folder, with all that is in it, to a name with the date. Returns that.
-
-        Not collective: rank 0 calls it.
-
-        Raises:
-            ConfigError: it cannot be renamed.
-        """
+        """Rename the folder, with all that is in it, to a name with the date. Not collective: rank 0 calls it."""
         name = _free_name(self.path.parent, f"{self.path.name}-{_date()}")
         with self.writing():
             return RunFolder(self.path.rename(name))
 
     def inherit_attempts(self, old: RunFolder) -> None:
-        """Copy the record of the starts that led here out of a folder that was moved. Not collective: rank 0 calls it.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-        """
+        """Copy the record of earlier starts out of a folder that was moved. Not collective: rank 0 calls it."""
         if old.attempts.exists():
             with self.writing():
                 self.path.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,11 @@
 """One job at a time in a run folder, from before its first write there to after its last.
 
-Owns: when the lock is taken, and moving an older run away under it. Must not know: what is written. The lock is that of
-the run's checkpoints, so a program that writes checkpoints there keeps out of the rest too.
+The lock is that of the run's checkpoints, so a program that writes checkpoints there keeps out of the rest too.
 """
 
 from __future__ import annotations
 
 import logging
-from types import TracebackType
 
 from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.lock import BEAT_S, DEAD_S, Lock
@@ -58,12 +56,7 @@ class RunLock:
                     raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.lock.release()
 
     def make_room(self, options: RunOptions) -> None:

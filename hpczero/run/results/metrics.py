@@ -1,8 +1,4 @@
-"""What a training step is measured by.
-
-Owns: the record of a step, its JSON line and the reading of many, the time of phases and the arithmetic of rates. Must
-not know: torch, MPI, models, how numbers are shown.
-"""
+"""What a training step is measured by: its record, the file of all records, and the time of phases."""
 
 from __future__ import annotations
 
@@ -276,13 +272,9 @@ class StepSplit:
 
     @classmethod
     def of(cls, watch: Stopwatch, step_s: float) -> StepSplit:
-        """The split of one step from the phases of its stopwatch.
+        """The split of one step of ``step_s`` seconds, without the checkpoint, from the phases of its stopwatch.
 
         The phases are ``data``, ``forward``, ``backward``, ``optimizer``, ``communication`` and ``checkpoint``.
-
-        Args:
-            watch: a stopwatch that was told how long its rank waited.
-            step_s: seconds of the step, without the checkpoint.
         """
         computing = ("forward", "backward")
         waited = watch.waited_ms("data", *computing, "optimizer")
@@ -299,13 +291,8 @@ class StepSplit:
     @property
     def step_ms(self) -> float:
         """The whole step, without the checkpoint."""
-        return (
-            self.compute_ms
-            + self.communication_ms
-            + self.optimizer_ms
-            + self.data_ms
-            + self.other_ms
-        )
+        computing = self.compute_ms + self.communication_ms + self.optimizer_ms
+        return computing + self.data_ms + self.other_ms
 
 
 class Interval:
@@ -361,10 +348,8 @@ class MetricsFile:
                 keep_as(path, old)  # and not a rename: until the new file is there, this is it
                 logger.warning("%s: %s; left out here, and kept in %s", path, damage, old.name)
             if found and len(found) <= start - min(found):
-                steps = [
-                    *sorted(found),
-                    start + 1,
-                ]  # from what a line says nobody counts: it may say anything
+                # Not counted from what a line says, which may be anything.
+                steps = [*sorted(found), start + 1]
                 lost = [[a + 1, b - 1] for a, b in pairwise(steps) if b > a + 1]
                 logger.warning("%s: has no lines of steps %s", path, shown_spans(lost))
         if start and not found:
@@ -375,21 +360,16 @@ class MetricsFile:
         self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self._final = len(text.encode())  # bytes that never change again
-        self._tail: list[
-            tuple[int, bytes]
-        ] = []  # what follows: the last line, and what the disk refused
+        # What follows: the last line, and what the disk refused.
+        self._tail: list[tuple[int, bytes]] = []
         self._told = False
 
     def write(self, metrics: StepMetrics, *, durable: bool = False) -> None:
         """Append a line and hand it to the operating system. A line of the same step as the last one replaces that.
 
-        If it cannot be written, a warning is logged, and it is tried again with the next line. If somebody has moved
-        the file or put another one in its place, a warning is logged, and this line and all later ones go to the file
-        of that name.
-
-        Args:
-            metrics: of a step.
-            durable: whether it is on the disk on return.
+        If the line cannot be written, a warning is logged, and it is tried again with the next line. If somebody has
+        moved the file or put another one in its place, a warning is logged, and this line and all later ones go to the
+        file of that name. If ``durable``, the line is on the disk on return.
         """
         refused: OSError | None = None
         try:

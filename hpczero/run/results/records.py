@@ -1,7 +1,4 @@
-"""Where the figures of a step go: metrics.jsonl, TensorBoard, the screen.
-
-Owns: giving each step to all of them. Must not know: torch, MPI, how a step was measured. Only rank 0 makes one.
-"""
+"""Where the figures of a step go: metrics.jsonl, TensorBoard, the screen. Only rank 0 makes a ``Records``."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -29,7 +25,7 @@ from hpczero.files.regular import reason
 from hpczero.options.config import LogOptions
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import MetricsFile, StepMetrics
-from hpczero.run.results.progress import progress_for
+from hpczero.run.results.progress import StepProgress
 
 SPANS = 40  # a curve is smoothed over one part in so many
 TOKEN_TICKS = 5  # at most so many: 1,000,000,000 is wide
@@ -42,11 +38,7 @@ def plot_losses(
 ) -> None:
     """Write training and held-out loss over the steps to ``path`` (PNG), tokens on a second axis.
 
-    Args:
-        steps: in order.
-        path: where the picture is written.
-        title: text above the curves: what ran, where and when.
-        unit: of the loss; empty where nobody knows. Without it samples are counted, not tokens.
+    ``unit`` is that of the loss, or empty. Without a unit samples are counted, not tokens.
     """
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
@@ -84,9 +76,8 @@ def plot_losses(
         above.set_xlabel("tokens" if unit else "samples")
         above.xaxis.set_major_locator(MaxNLocator(nbins=TOKEN_TICKS, integer=True))
         above.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    unfinished = path.with_name(
-        f".{path.name}"
-    )  # whoever looks at a run that goes on sees a whole picture
+    # Whoever looks at a run that goes on sees a whole picture.
+    unfinished = path.with_name(f".{path.name}")
     figure.savefig(unfinished, format="png")
     unfinished.replace(path)
 
@@ -182,7 +173,7 @@ class Records:
         ``start`` steps were done before, by an earlier job of this run (``own``) or by another run. ``unit`` is what
         rates count.
         """
-        self._progress = progress_for(
+        self._progress = StepProgress(
             options.progress, num_steps=num_steps, every=options.every, start=start, unit=unit
         )
         self._folder = folder
@@ -194,8 +185,6 @@ class Records:
     def __enter__(self) -> Records:
         self._open.callback(self._file.close)
         if self._wants_tensorboard:
-            # Here and not at the top: a fifth of a second and 20 MB that only rank 0 should pay.
-
             # First: the writer's thread starts at once, and may fail at once.
             self._open.callback(setattr, threading, "excepthook", threading.excepthook)
             threading.excepthook = _in_one_line
@@ -204,21 +193,14 @@ class Records:
         self._open.enter_context(self._progress)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with suppress(OSError) if error is not None else nullcontext():  # the first one tells
             self._open.close()
 
     def note(self, metrics: StepMetrics, *, durable: bool = False) -> None:
         """Put the line of a step on file before its save, so that no checkpoint has a step without a line.
 
-        Args:
-            metrics: figures that are known by now; ``write`` of the same step replaces them.
-            durable: whether the line is to survive a failure of the machine too.
+        ``write`` of the same step replaces the line. If ``durable``, it survives a failure of the machine too.
         """
         self._file.write(metrics, durable=durable)
 

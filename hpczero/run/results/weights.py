@@ -1,8 +1,7 @@
 """The final weights of a run: one safetensors file that states which model and tokenizer it belongs to.
 
-Owns: the file, and what sampling asks of any weights (``WeightSource``). Must not know: MPI, shards. One rank writes
-whole tensors. Any rank reads them one at a time, so no reader needs memory for more than one parameter. Sharded
-checkpoints with optimizer state are read by ``run/sampling.py``.
+One rank writes whole tensors. Any rank reads them one at a time, so no reader needs memory for more than one parameter.
+Sharded checkpoints with optimizer state are read by ``run/sampling.py``.
 """
 
 from __future__ import annotations
@@ -31,6 +30,11 @@ logger = logging.getLogger("hpczero.weights")
 WEIGHTS_FILE = "model.safetensors"  # in the folder of a run
 
 _KEY = "hpczero"
+# What reading a damaged file may raise.
+DAMAGE = (
+    *(OSError, SafetensorError, LookupError, TypeError, ValueError),
+    *(ArithmeticError, MemoryError),
+)
 
 
 class WeightSource(Protocol):
@@ -51,19 +55,11 @@ class WeightSource(Protocol):
     fingerprint: str
 
     def check(self, part: int, parts: int) -> None:
-        """Check one of ``parts`` parts of the values against their digests, if they have any.
-
-        Raises:
-            CheckpointError: they are damaged.
-        """
+        """Check one of ``parts`` parts of the values against their digests, if any. Raises CheckpointError."""
         ...
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fill one whole parameter in place, checked; for ``zeroify(initialize=...)``.
-
-        Raises:
-            CheckpointError: the parameter does not exist, has another shape, or is damaged.
-        """
+        """Fill one whole parameter in place, checked; for ``zeroify(initialize=...)``. Raises CheckpointError."""
         ...
 
     def close(self) -> None:
@@ -81,12 +77,7 @@ def write_weights(
 ) -> None:
     """Write a weights file, which appears whole or not at all. Not collective: rank 0 calls it.
 
-    Args:
-        path: replaced if it exists.
-        tensors: fp32. A tied parameter, the same tensor under several names, is written under the first.
-        model: sizes of the model that the tensors are of.
-        tokenizer: tokenizer of its tokens.
-        step: optimizer steps done.
+    A file at ``path`` is replaced. A tied parameter, one tensor under several names, is written under the first.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -106,14 +97,10 @@ def begin_weights(
     tokenizer: str | None,
     step: int,
 ) -> WeightsWriter:
-    """The file of ``write_weights``, to be written tensor by tensor. Not collective.
+    """The file of ``write_weights``, to be written tensor by tensor; ``tensors`` need no values. Not collective.
 
-    Args:
-        path: as of ``write_weights``.
-        tensors: shapes and dtypes; they need no values.
-        card: what is said of the model; of a GPT its sizes.
-        tokenizer: of its tokens, as JSON; None for a model that reads none.
-        step: as of ``write_weights``.
+    ``card`` is what the file states of the model, of a GPT its sizes. ``tokenizer`` is JSON; None for a model that
+    reads no tokens.
     """
     text = {} if tokenizer is None else {"tokenizer": tokenizer}
     return WeightsWriter(
@@ -136,24 +123,12 @@ def step_of_weights(path: Path) -> int | None:
     try:
         check_regular(path)
         return int(parse_json(_open(path).metadata()[_KEY])["step"])
-    except (
-        OSError,
-        SafetensorError,
-        LookupError,
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        MemoryError,
-    ):
+    except DAMAGE:
         return None
 
 
 def check_writes_text(path: Path, card: object) -> None:
-    """Refuse weights of a model of ``model.factory``, from which hpczero.sample cannot write text.
-
-    Args:
-        path: of the weights or the checkpoint.
-        card: what they say of their model.
+    """Refuse weights of a model of ``model.factory`` by their ``card``: hpczero.sample cannot write text from them.
 
     Raises:
         CheckpointMismatch: they are.
@@ -208,15 +183,7 @@ class Weights:
                 raise ValueError(f"{self.model.layers} layers in {len(self._file.keys())} tensors")
         except CheckpointMismatch:
             raise
-        except (
-            OSError,
-            SafetensorError,
-            LookupError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            MemoryError,
-        ) as error:
+        except DAMAGE as error:
             raise CheckpointError(
                 f"{self.path}: not weights of hpczero.train, or damaged: {error}"
             ) from error

@@ -1,10 +1,8 @@
 """The starts of a run by jobs that follow one another: ``attempts.jsonl`` in the run folder.
 
-Owns: that file; whether a start goes on where an earlier one of its series was; when a series must end. Must not know:
-MPI, training, SLURM's commands. Only rank 0 uses it.
-
-A series is a job with its requeues, an array of one run's parts, or a chain of jobs. HPCZERO_SERIES names it; the
-scripts in ``slurm/`` set it. Outside of a series a person decides every start, and nothing is written.
+Only rank 0 uses the file. A series is a job with its requeues, an array of one run's parts, or a chain of jobs.
+HPCZERO_SERIES names it; the scripts in ``slurm/`` set it. Outside of a series a person decides every start, and nothing
+is written.
 
     start    before anything else, with the newest checkpoint
     begin    the run folder is this run's: a later start of the series goes on from here, whatever the options say
@@ -125,22 +123,14 @@ class Attempts:
         return dataclasses.replace(config, run=run, resume=resume)
 
     def _origin(self) -> str:
-        """The checkpoint of another run at which the series began; empty if it began anew.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
+        """The checkpoint of another run at which the series began; empty if it began anew."""
         if not self._folder.config.exists():
             return ""
         source = load_toml(self._folder.config, RunConfig).resume.from_
         return "" if source in ("auto", "never") else source
 
     def _saved_since(self, origin: str) -> int:
-        """Step of the newest recorded save since a start has begun anew or elsewhere; 0 if there is none.
-
-        Args:
-            origin: checkpoint of another run at which the last one began; empty if it did not.
-        """
+        """Step of the newest recorded save since a start has begun anew or at ``origin``; 0 if there is none."""
         steps = [0]
         for event in self._earlier:
             if event["event"] == "begin":  # at a checkpoint of its own, or with an empty folder
@@ -198,14 +188,10 @@ def _at_end(
 def _stopped_at_once(events: list[dict[str, Any]]) -> bool:
     """Whether this start was asked to stop, and stopped in order, before it had done two steps."""
     begun = [event["step"] for event in events if event["event"] == "begin"]
-    ended = [
-        event["step"]
-        for event in events
-        if event["event"] == "end" and event["code"] == EXIT_REQUEUE
-    ]
-    if not begun:  # it had to tokenize its text, or to wait for it
-        return bool(ended)
-    return bool(ended) and ended[-1] - begun[-1] < FEW_STEPS
+    ends = [event for event in events if event["event"] == "end"]
+    ended = [event["step"] for event in ends if event["code"] == EXIT_REQUEUE]
+    # A start without a beginning had to tokenize its text, or to wait for it.
+    return bool(ended) and (not begun or ended[-1] - begun[-1] < FEW_STEPS)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

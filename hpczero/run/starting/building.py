@@ -1,7 +1,4 @@
-"""The model of a run in shards, and its optimizer.
-
-Owns: which parameters decay, and the options that an optimizer goes on with. Must not know: data, results, the loop.
-"""
+"""The model of a run in shards, and its optimizer: what the adapter must be, and how both are made."""
 
 from __future__ import annotations
 
@@ -46,13 +43,10 @@ def check_same_options(config: RunConfig, topology: Topology) -> None:
     Raises:
         ConfigError: on every rank; the message names the ranks that differ from rank 0.
     """
-    mine = float(zlib.crc32(to_toml(config).encode()))
-    first = topology.gather(mine)[0]
-    with topology.agreed("agree on the options"):
-        if mine != first:
-            raise ConfigError(
-                "got other options than rank 0; give every rank the same command line and file"
-            )
+    unlike = ConfigError(
+        "got other options than rank 0; give every rank the same command line and file"
+    )
+    topology.same(to_toml(config), "agree on the options", unlike)
 
 
 def check_kind(adapter: Adapter, topology: Topology) -> None:
@@ -63,11 +57,10 @@ def check_kind(adapter: Adapter, topology: Topology) -> None:
     """
     name = type(adapter).__name__
     with topology.agreed("ask the adapter what it reads"):
-        said = {
-            "class": f"{type(adapter).__module__}.{type(adapter).__qualname__}",
-            "reads_text": _flag(name, "reads_text", adapter.reads_text),
-            "on_meta": _flag(name, "on_meta", adapter.on_meta),
-        }
+        said: dict[str, Any] = {"class": f"{type(adapter).__module__}.{type(adapter).__qualname__}"}
+        for member in ("reads_text", "on_meta"):
+            said[member] = got = getattr(adapter, member)
+            _demand(isinstance(got, bool), name, member, got, "True or False")
     check_same(said, topology, of=name)
 
 
@@ -79,23 +72,33 @@ def check_numbers(adapter: Adapter, topology: Topology) -> None:
     """
     name = type(adapter).__name__
     with topology.agreed("ask the adapter for its numbers"):
+        unit, metric, context = adapter.unit, adapter.metric_name, adapter.context
+        flops, sizes = adapter.flops_per_token, adapter.transformer
+        _demand(isinstance(unit, str) and unit != "", name, "unit", unit, "a word")
+        _demand(isinstance(metric, str), name, "metric_name", metric, "a word")
+        counts = "the tokens in one sample, or 1 where samples themselves are counted"
+        whole = _is_number(numbers.Integral, context) and context >= 1
+        _demand(whole, name, "context", context, f"a whole number of at least 1: {counts}")
+        real = _is_number(numbers.Real, flops) and 0 < float(flops or 0) < math.inf
+        counted = "a number above 0, or None: torch counts them"
+        _demand(flops is None or real, name, "flops_per_token", flops, counted)
+        if not (sizes is None or isinstance(sizes, GPTConfig)):
+            raise ConfigError(
+                f"model.factory: {name}.transformer is {type(sizes).__name__}, expected an hpczero.models.GPTConfig, "
+                "or None"
+            )
         said = {
-            "unit": _word(name, "unit", adapter.unit),
-            "metric_name": _word(name, "metric_name", adapter.metric_name, may_be_empty=True),
-            "context": _count(name, "context", adapter.context),
-            "flops_per_token": _flops(name, adapter.flops_per_token),
-            "transformer": _sizes(name, adapter.transformer),
+            "unit": unit,
+            "metric_name": metric,
+            "context": int(context),
+            "flops_per_token": None if flops is None else float(flops),
+            "transformer": None if sizes is None else dataclasses.asdict(sizes),
         }
     check_same(said, topology, of=name)
 
 
 def check_card(card: Mapping[str, Any], topology: Topology, *, of: str) -> None:
     """Refuse ranks whose models have different cards. Collective over the topology's world.
-
-    Args:
-        card: of ``resume.model_card``.
-        topology: the ranks.
-        of: who gave it, for messages.
 
     Raises:
         ConfigError: on every rank.
@@ -106,22 +109,17 @@ def check_card(card: Mapping[str, Any], topology: Topology, *, of: str) -> None:
 def check_same(said: Mapping[str, Any], topology: Topology, *, of: str) -> None:
     """Refuse ranks of which one says something else than rank 0. Collective over the topology's world.
 
-    Args:
-        said: by what it is of; as JSON knows it.
-        topology: the ranks.
-        of: who says it, for messages.
-
     Raises:
-        ConfigError: on every rank; names what differs.
+        ConfigError: on every rank; names what ``of`` says differently.
     """
     text = json.dumps(dict(said))
     first, mine = json.loads(topology.broadcast_text(text)), json.loads(text)
     with topology.agreed(f"compare what {of} says with rank 0"):
         for name in {**first, **mine}:
-            here, there = (
-                shown(each[name]) if name in each else "missing" for each in (mine, first)
-            )
-            if here != there or mine.get(name) != first.get(name):
+            if name not in mine or name not in first or mine[name] != first[name]:
+                here, there = (
+                    shown(each[name]) if name in each else "missing" for each in (mine, first)
+                )
                 raise ConfigError(
                     f"model.factory: {of}.{name} is {here}, where rank 0 has {there}; it must be the same on every "
                     "rank, so take nothing from the rank, the host or the clock"
@@ -141,45 +139,14 @@ def an_adapter(given: object, what: str) -> Adapter:
     )
 
 
-def _flag(name: str, member: str, got: Any) -> bool:
-    if not isinstance(got, bool):
-        raise ConfigError(f"model.factory: {name}.{member} is {shown(got)}, expected True or False")
-    return got
+def _demand(holds: bool, name: str, member: str, got: Any, expected: str) -> None:
+    """Refuse what a member of the adapter ``name`` is, unless the condition holds."""
+    if not holds:
+        raise ConfigError(f"model.factory: {name}.{member} is {shown(got)}, expected {expected}")
 
 
-def _word(name: str, member: str, got: Any, *, may_be_empty: bool = False) -> str:
-    if not isinstance(got, str) or not (got or may_be_empty):
-        raise ConfigError(f"model.factory: {name}.{member} is {shown(got)}, expected a word")
-    return got
-
-
-def _count(name: str, member: str, got: Any) -> int:
-    if not isinstance(got, numbers.Integral) or isinstance(got, bool) or got < 1:
-        raise ConfigError(
-            f"model.factory: {name}.{member} is {shown(got)}, expected a whole number of at least 1: the tokens in one "
-            "sample, or 1 where samples themselves are counted"
-        )
-    return int(got)
-
-
-def _flops(name: str, got: Any) -> float | None:
-    if got is None:
-        return None
-    if isinstance(got, numbers.Real) and not isinstance(got, bool) and 0 < float(got) < math.inf:
-        return float(got)
-    raise ConfigError(
-        f"model.factory: {name}.flops_per_token is {shown(got)}, expected a number above 0, or None: torch counts them"
-    )
-
-
-def _sizes(name: str, got: Any) -> dict[str, Any] | None:
-    if got is None:
-        return None
-    if isinstance(got, GPTConfig):
-        return dataclasses.asdict(got)
-    raise ConfigError(
-        f"model.factory: {name}.transformer is {type(got).__name__}, expected an hpczero.models.GPTConfig, or None"
-    )
+def _is_number(kind: type, got: Any) -> bool:
+    return isinstance(got, kind) and not isinstance(got, bool)
 
 
 def made_by_factory(options: ModelOptions) -> Adapter:
@@ -200,11 +167,8 @@ def made_by_factory(options: ModelOptions) -> Adapter:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
-        where = (
-            f"a module {missing!r} that it imports"
-            if missing not in _parents(name)
-            else repr(missing)
-        )
+        is_own = f"{name}.".startswith(f"{missing}.")
+        where = repr(missing) if is_own else f"a module {missing!r} that it imports"
         raise ConfigError(
             f"model.factory: {options.factory}: no module {where} in the current folder {here} nor among what is "
             "installed; start the command where it lies, install it, or set PYTHONPATH"
@@ -236,25 +200,12 @@ def made_by_factory(options: ModelOptions) -> Adapter:
     return adapter
 
 
-def _parents(name: str) -> list[str]:
-    """``a.b.c``, ``a.b`` and ``a``."""
-    parts = name.split(".")
-    return [".".join(parts[: size + 1]) for size in range(len(parts))]
-
-
 def divide(
     options: LayoutOptions, adapter: Adapter, model: nn.Module, topology: Topology
 ) -> nn.Module:
     """Keep this rank's part of ``model``, in place, before its optimizer is made. Collective over the topology's world.
 
-    Args:
-        options: degrees, which are those of the topology's mesh.
-        adapter: of the model.
-        model: whole, on the meta device.
-        topology: the ranks.
-
-    Returns:
-        ``model`` itself.
+    ``options`` are those of the topology's mesh. Returns ``model``, which is whole and on the meta device, itself.
 
     Raises:
         PlanError: the model cannot be divided so; the same on every rank.
@@ -360,10 +311,6 @@ def seed_of(seed: int, topology: Topology) -> int:
 
     Ranks that have other samples, other tokens or other blocks draw other numbers. Tensor ranks draw the same: what is
     whole on all of them must be dropped alike. Where only a part lies on each, ``parallel.tensor.masks`` takes care.
-
-    Args:
-        seed: of the run.
-        topology: the ranks.
     """
     words = f"{seed} {topology.data_sequence.rank}"
     if topology.pipeline.rank:  # the first stage draws what a rank without a pipeline does
@@ -400,13 +347,6 @@ def recompute_blocks(
     room: RoomCheck,
 ) -> Checkpointing | None:
     """Have the blocks of a zeroified model computed again in backward, as the options say. Collective.
-
-    Args:
-        config: the options.
-        adapter: of the model.
-        model: zeroified.
-        accelerator: that computes.
-        room: has checked the run, if it is one that can be counted.
 
     Returns:
         What calls them, which its user closes; None where nothing is computed again.

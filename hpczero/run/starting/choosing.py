@@ -1,8 +1,6 @@
 """The settings of a run that was asked to choose them itself (``--parallel.auto``).
 
-Owns: what may be chosen, and how the choice becomes options. Must not know: how settings are compared
-(`hpczero.planner`), what a machine has (`room_check`, `hpczero.probe`). A run chooses once, before anything is
-allocated, and never in between.
+A run chooses once, before anything is allocated, and never in between.
 """
 
 from __future__ import annotations
@@ -65,12 +63,8 @@ def choose_settings(
 ) -> Chosen:
     """Probe the machine with all ranks, and choose. Collective over world; equal on every rank.
 
-    Args:
-        config: options; what they set beside ``parallel.auto`` to another value than the default stays.
-        model: the network, with the tokenizer's vocabulary.
-        batch: whose global batch is kept, and whose cut too if the options give it.
-        topology: the ranks.
-        accelerator: device of this rank.
+    What the options set to another value than the default stays, and so does the global batch. ``model`` has the
+    tokenizer's vocabulary.
 
     Raises:
         ConfigError: nothing fits.
@@ -100,12 +94,7 @@ def choose_here(
 ) -> tuple[Choice, list[str]]:
     """The choice on this machine, and what could not be probed. Collective over world; equal on every rank.
 
-    Args:
-        base: what is to be trained.
-        model: the network of ``base``.
-        freedom: what may be chosen.
-        topology: the ranks.
-        accelerator: device of this rank.
+    ``base`` is what is to be trained; ``freedom`` says what may be chosen.
     """
     folder = None if freedom.folder is None else Path(freedom.folder)
     dtype = DTYPES[Precision.of(base.precision).param]
@@ -140,11 +129,7 @@ def choose_here(
 
 
 def _check_measured(base: PlannedRun, machine: Machine, troubles: list[str]) -> None:
-    """Refuse a tier that was asked for and whose rates are not known: every setting would rest there.
-
-    Raises:
-        ConfigError: says why they are not.
-    """
+    """Refuse a tier that was asked for and whose rates are not known: every setting would rest there."""
     medium = base.offload.medium
     if not base.offload.any or all(machine.tier_rates(medium)):
         return
@@ -183,11 +168,7 @@ def freedom_of(config: RunConfig, accelerator: Accelerator) -> Freedom:
 
 @dataclass(frozen=True)
 class TierRoom:
-    """Where tiers may rest.
-
-    Attributes:
-        free: bytes by medium, of all ranks of this node; a medium that is not there is not asked about.
-    """
+    """Bytes that are free for tiers by medium, of all ranks of this node. Other media are not asked about."""
 
     free: Mapping[Medium, float]
 
@@ -220,17 +201,14 @@ def earlier_settings(config: RunConfig, folder: RunFolder) -> str:
         return ""
     with suppress(ConfigError):  # whoever chooses where to begin says what is wrong
         earlier = load_toml(folder.config, RunConfig)
-        if earlier.parallel.auto:
-            parts = {name: getattr(earlier.offload, name) for name in CHOSEN}
-            return json.dumps(
-                {
-                    "stage": earlier.parallel.stage,
-                    "micro_batch": earlier.train.micro_batch,
-                    "checkpointing": earlier.model.checkpoint_activations,
-                    "offload": parts,
-                    "rest": earlier.activations.rest,
-                }
-            )
+        settings = {
+            "stage": earlier.parallel.stage,
+            "micro_batch": earlier.train.micro_batch,
+            "checkpointing": earlier.model.checkpoint_activations,
+            "parts": {name: getattr(earlier.offload, name) for name in CHOSEN},
+            "rest": earlier.activations.rest,
+        }
+        return json.dumps(settings) if earlier.parallel.auto else ""
     return ""
 
 
@@ -239,33 +217,21 @@ def taken_over(
 ) -> Chosen | None:
     """The settings of an earlier start; None where its micro-batch cannot make up the batch of these ranks."""
     earlier = json.loads(text)
-    train = dataclasses.replace(
-        config.train,
-        global_batch=batch.global_batch,
-        micro_batch=earlier["micro_batch"],
-        accumulation=None,
-    )
+    cut = {"micro_batch": earlier.pop("micro_batch"), "accumulation": None}
+    train = dataclasses.replace(config.train, global_batch=batch.global_batch, **cut)
     try:
         again = Batch.resolve(train, ranks)
     except ConfigError:
         return None
     log.info("planner: goes on with the settings that an earlier start of this run chose")
-    return _chosen(
-        dataclasses.replace(config, train=train),
-        model,
-        again,
-        stage=earlier["stage"],
-        parts=earlier["offload"],
-        checkpointing=earlier["checkpointing"],
-        rest=earlier["rest"],
-    )
+    return _chosen(dataclasses.replace(config, train=train), model, again, **earlier)
 
 
 def applied(config: RunConfig, model: GPTConfig, batch: Batch, best: Foretold) -> Chosen:
     """The choice as options."""
     run = best.run
     train = dataclasses.replace(config.train, micro_batch=run.micro_batch, accumulation=None)
-    chosen = _chosen(
+    return _chosen(
         dataclasses.replace(config, train=train),
         model,
         Batch(batch.global_batch, run.micro_batch, run.accumulation),
@@ -273,8 +239,8 @@ def applied(config: RunConfig, model: GPTConfig, batch: Batch, best: Foretold) -
         parts={name: getattr(run.offload, name) for name in CHOSEN},
         checkpointing=run.checkpointing,
         rest=run.kept.rest if run.checkpointing else "device",
+        foretold=best,
     )
-    return dataclasses.replace(chosen, foretold=best)
 
 
 def _chosen(
@@ -286,6 +252,7 @@ def _chosen(
     parts: Mapping[str, Any],
     checkpointing: bool,
     rest: Any,
+    foretold: Foretold | None = None,
 ) -> Chosen:
     if config.activations.checkpointing != "none":  # asked for there, and how
         checkpointing = config.model.checkpoint_activations
@@ -300,12 +267,12 @@ def _chosen(
         ),
         dataclasses.replace(model, checkpoint_activations=checkpointing),
         batch,
-        None,
+        foretold,
     )
 
 
 def nothing_fits(choice: Choice) -> str:
-    """One paragraph."""
+    """What the error says."""
     least = choice.too_large
     closest = "" if least is None else f"; the least is {least.run.memory.total:,} bytes"
     return (

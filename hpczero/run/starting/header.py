@@ -1,7 +1,4 @@
-"""What a training run says before its first step.
-
-Owns: the first lines of its log. Must not know: the loop.
-"""
+"""What a training run says before its first step."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ def flops_per_unit(adapter: Adapter, batch: Callable[[], Sequence[Any]]) -> floa
     """FLOPs of forward and backward for one unit of the adapter, without recomputation. Not collective.
 
     Where the adapter does not say, torch counts the products and convolutions of one forward on the meta device.
-
-    Args:
-        adapter: of the model.
-        batch: gives some samples, of which shapes and dtypes count.
+    ``batch`` gives some samples, of which shapes and dtypes count.
 
     Returns:
         NaN where a forward cannot be taken without values.
@@ -116,19 +110,12 @@ def describe_plan(
     """Lines about what is sharded, and where it rests, for the run header; ``part``: of a model that is divided."""
     offloaded = OffloadedPlan(sharding.plan, offload_of(config.offload))
     footprint = sharding.collectives.footprint
-    if part is None:
-        held = offloaded.memory(footprint)
-        lines = [sharding.plan.describe(offloaded.footprint(footprint), memory=held)]
-    else:
+    named: dict[str, Any] = {"memory": offloaded.memory(footprint)}
+    if part is not None:
         cut = sharding.plan.numel != part.whole_numel
-        lines = [
-            sharding.plan.describe(
-                offloaded.footprint(footprint),
-                memory=part.memory,
-                of=f" of {part.whole_numel:,} on rank {sharding.topology.rank}" if cut else "",
-                sent=describe_sent(part),
-            )
-        ]
+        of = f" of {part.whole_numel:,} on rank {sharding.topology.rank}" if cut else ""
+        named = {"memory": part.memory, "of": of, "sent": describe_sent(part)}
+    lines = [sharding.plan.describe(offloaded.footprint(footprint), **named)]
     store = sharding.away.store
     if store is not None:
         lines += [offloaded.describe(), f"  tier: {store.tier.describe()}"]
@@ -138,14 +125,8 @@ def describe_plan(
 def describe_sent(part: PlannedRun) -> str:
     """The line about what a rank sends, by what it is for."""
     sent = sent_by(part, part.place)
-    shown = (
-        ("shards", sent.shards),
-        ("replicas", sent.replicas),
-        ("tensor", sent.tensor),
-        ("context", sent.context),
-        ("pipeline", sent.pipeline),
-        ("tied weights", sent.ties),
-    )
+    names = ("shards", "replicas", "tensor", "context", "pipeline")
+    shown = [*((name, getattr(sent, name)) for name in names), ("tied weights", sent.ties)]
     mib = 2**20
     parts = " + ".join(f"{name} {wire.nbytes / mib:,.1f}" for name, wire in shown if wire.nbytes)
     total = sent.total
@@ -174,9 +155,8 @@ def describe_run(
     kind = "rank(s)" if data.is_job else "data parallel rank(s)"
     each = f" x {seq_len} {unit}s" if seq_len > 1 else ""
     folder = RunFolder.of(config.run)
-    curves = (
-        f"\ncurves: tensorboard --logdir {folder.tensorboard}" if config.log.tensorboard else ""
-    )
+    shown = f"\ncurves: tensorboard --logdir {folder.tensorboard}"
+    curves = shown if config.log.tensorboard else ""
     return (
         f"run: {config.train.steps} steps of {batch.global_batch * seq_len:,} {unit}s = micro batch "
         f"{batch.micro_batch} x accumulation {batch.accumulation} x {data.size} {kind}{each}; "

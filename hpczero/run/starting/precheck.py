@@ -1,8 +1,8 @@
 """What rank 0 can refuse of a training run before torch and MPI are imported, which takes seconds to a minute.
 
-Owns: which of a run's own checks can be made then, and what they know. Must not know: MPI, torch, a rule of its own.
-The loop makes every check here again once MPI is up, by the same function: the environment may state wrong numbers, and
-files may change. Nothing is refused here that would have worked, and nothing is changed or locked.
+Nothing here may import MPI or torch. The loop makes every check here again once MPI is up, by the same function: the
+environment may state wrong numbers, and files may change. Nothing is refused here that would have worked, and nothing
+is changed or locked.
 """
 
 from __future__ import annotations
@@ -38,11 +38,6 @@ from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting import resume
 from hpczero.run.starting.attempts import Attempts
 
-# The first seconds of a command, before torch and MPI are imported.
-#
-# The import is silent and takes seconds to a minute. Owns: what is said then, and how a job ends that rank 0 knows by
-# then cannot work. Must not know: what a command does, what can be wrong.
-
 _WAIT = "importing torch, starting MPI"
 
 
@@ -55,21 +50,15 @@ def tell_start(
 ) -> None:
     """Log one line of rank 0: what is being started, and what the wait is for. Not collective.
 
-    Args:
-        command: such as ``hpczero.train``.
-        ranks: number of ranks that a launcher says it has started; None without one.
-        results: folder that the command writes to.
-        level: level of the log from here on.
+    ``ranks`` is the number of ranks that a launcher says it has started; None without a launcher. ``level`` is that of
+    the log from here on.
     """
     log.configure(rank=launcher_rank(), node_index=0, level=level)
     log.info("%s, %d rank(s), results in %s; %s", _start_of(command), ranks or 1, results, _WAIT)
 
 
 def tell_start_aside(command: str) -> None:
-    """The line of ``tell_start`` on standard error, for a command whose standard output is its result.
-
-    Not collective.
-    """
+    """The line of ``tell_start`` on standard error, for a command whose standard output is its result."""
     if launcher_rank() == 0:
         with suppress(OSError):  # the disk may be full that stderr is on
             sys.stderr.write(f"{_start_of(command)}; {_WAIT}\n")
@@ -84,10 +73,6 @@ def end_before_mpi(error: HpcZeroError, environment: Environment) -> int | None:
     """Report a mistake that only rank 0 has found, at once, and end the job so that no other rank waits for this one.
 
     The job ends when the last rank has imported torch. The call returns if this process is the only one.
-
-    Args:
-        error: what is wrong.
-        environment: of this process.
 
     Returns:
         The exit code. None if no launcher had said that this is rank 0, and MPI says that it is one of several: each of
@@ -116,10 +101,7 @@ def meet_the_other_ranks_in_mpi_init(timeout_s: float) -> None:
     """Start MPI. If a rank never does, the others end here with their stacks, and the job ends with them.
 
     Users read this function's name in that stack. MPI_Init keeps the interpreter's lock, so only faulthandler's own
-    timer can still act, and it prints the stack alone.
-
-    Args:
-        timeout_s: HPCZERO_TIMEOUT in seconds; 0 waits for ever.
+    timer can still act, and it prints the stack alone. With a limit of 0 seconds nothing ends.
     """
     if timeout_s:
         faulthandler.dump_traceback_later(timeout_s, exit=True)
@@ -130,18 +112,7 @@ def meet_the_other_ranks_in_mpi_init(timeout_s: float) -> None:
 
 def offload_of(options: OffloadOptions) -> Offload:
     """What ``zeroify`` takes; not checked against a stage."""
-    return Offload(
-        optimizer=options.optimizer,
-        gradients=options.gradients,
-        parameters=options.parameters,
-        folder=options.folder,
-        window=options.window * MIB,
-        buffers=options.buffers,
-        ahead=options.ahead,
-        fraction=options.fraction,
-        step=options.step,
-        delayed=options.delayed,
-    )
+    return Offload(**{**vars(options), "window": options.window * MIB})
 
 
 def activations_of(config: RunConfig) -> Activations:
@@ -167,12 +138,8 @@ def mistake_of(
 ) -> HpcZeroError | None:
     """The error that this run will end with, if it can be known by now. Not collective: rank 0 calls it.
 
-    Other ranks may have other files, so rank 0 alone decides.
-
-    Args:
-        config: as given.
-        model: the network; its vocabulary is not looked at. None: one of a factory, which needs torch.
-        environment: of this process. Without a launcher that states the number of ranks, it is taken to be one.
+    Other ranks may have other files, so rank 0 alone decides. A model of a factory is None, because it needs torch.
+    Without a launcher that states the number of ranks, it is taken to be one.
     """
     try:
         with log.muted():  # warnings, too, are said again
@@ -185,11 +152,7 @@ def mistake_of(
 
 
 def _check(config: RunConfig, model: GPTConfig | None, environment: Environment) -> None:
-    """Make the checks of the loop, in its order.
-
-    Raises:
-        HpcZeroError: of any kind.
-    """
+    """Make the checks of the loop, in its order. Raises their HpcZeroError."""
     size = environment.launched_ranks or 1
     nodes = config.parallel.nodes or environment.fake_nodes
     if nodes is not None:

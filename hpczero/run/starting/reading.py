@@ -1,16 +1,12 @@
-"""What a run reads: the token file of a text, or the samples that its adapter brings.
-
-Owns: the choice, and what the rest of a run asks of either. Must not know: how tokens are made, models, steps.
-"""
+"""What a run reads: the token file of a text, or the samples that its adapter brings."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +15,7 @@ from torch.utils.data import default_collate
 
 from hpczero.adapters.base import Adapter
 from hpczero.data import Batches, HeldOut, TokenFile
-from hpczero.data.batches import Sampler, micro_batch_size
+from hpczero.data.batches import Sampler, at_even_distances, in_rounds, positions
 from hpczero.data.prepare import token_file
 from hpczero.data.sources import MixedBatches, Sources, names_sources
 from hpczero.errors import ConfigError, DataError
@@ -28,7 +24,7 @@ from hpczero.job.root_work import done_by_root
 from hpczero.job.signals import Signals
 from hpczero.job.topology import Topology
 from hpczero.options.config import DataOptions, RunConfig
-from hpczero.run.results.progress import PhaseBar, PhaseLines, phases_for
+from hpczero.run.results.progress import PhaseProgress, Style
 from hpczero.run.starting.building import an_adapter
 from hpczero.run.starting.resume import DATA, TOKENIZER, data_of
 
@@ -37,24 +33,17 @@ def open_tokens(
     options: DataOptions,
     topology: Topology,
     *,
-    progress: Literal["auto", "bar", "lines"] = "lines",
+    progress: Style = "lines",
     signals: Signals | None = None,
 ) -> TokenFile | Sources:
     """Open what a run reads. Text is tokenized first if necessary: rank 0 does that, every rank opens it. Collective.
 
-    Args:
-        options: options about data.
-        topology: of the ranks.
-        progress: style in which rank 0 shows how far it is.
-        signals: of this process. One that asks to stop, on any rank, ends the making. None listens to nothing.
+    A signal that asks to stop, on any rank, ends the tokenizing.
 
     Raises:
         DataError: text or file is missing, empty or malformed, or not the same on all ranks; on every rank.
         StoppedEarly: a rank was asked to stop while the file was made; on every rank.
     """
-    shown: PhaseBar | PhaseLines | nullcontext[None] = nullcontext()
-    if topology.is_root:
-        shown = phases_for(progress, lambda line: log.info("%s", line))
     tokens: TokenFile | Sources
     if names_sources(options.path):
         path = str(options.path)
@@ -62,21 +51,20 @@ def open_tokens(
             tokens = Sources.open(Path(path))
     else:
         # Of a large text it takes longer than any collective may.
-        with shown as display:
+        style = progress if topology.is_root else "lines"
+        with PhaseProgress(style, lambda line: log.info("%s", line)) as shown:
             path = done_by_root(
                 topology,
                 "prepare the token file",
                 lambda said: str(token_file(options, said)),
-                show=lambda moment: display.show(moment) if display is not None else None,
+                show=shown.show,
                 is_stopped=lambda: signals is not None and signals.came,
             )
         with topology.agreed("open the token file"):
             tokens = TokenFile.open(Path(path))
     # Of one path: nodes may have folders of their own there.
-    first = topology.broadcast_text(tokens.fingerprint)
-    with topology.agreed("compare the token file with that of rank 0"):
-        if tokens.fingerprint != first:
-            raise DataError(f"{path}: another file; bring the same one to every node")
+    unlike = DataError(f"{path}: another file; bring the same one to every node")
+    topology.same(tokens.fingerprint, "compare the token file with that of rank 0", unlike)
     return tokens
 
 
@@ -146,144 +134,51 @@ class Rows:
 
     def digest(self) -> str:
         """Equal for equal sets: number of rows, and the bytes of at most ``LOOKED_AT`` rows at even distances."""
-        looked_at = min(self._size, LOOKED_AT)
-        numbers = np.arange(looked_at, dtype=np.int64) * self._size // looked_at
         digest = hashlib.sha256(f"{self._size}".encode())
-        for tensor in self.take(numbers):
+        for tensor in self.take(at_even_distances(self._size, LOOKED_AT)):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
             digest.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
 
+@dataclass(frozen=True)
 class OwnBatches:
-    """Training batches of rows, as ``data.Batches`` of tokens.
+    """Training batches of rows, as ``data.Batches`` of tokens."""
 
-    Args:
-        rows: training set.
-        global_batch: samples per step over all ranks.
-        seed: of the order.
-    """
-
-    def __init__(self, rows: Rows, global_batch: int, seed: int) -> None:
-        self._rows, self._global_batch = rows, global_batch
-        self._sampler = Sampler(len(rows), seed)
+    rows: Rows
+    global_batch: int
+    seed: int
 
     def micro_batch(
         self, step: int, micro_step: int, rank: int, world_size: int, accumulation: int = 1
     ) -> tuple[Tensor, ...]:
-        """Samples ``[i b, (i + 1) b)`` of a step, as of ``data.Batches``: one tensor for each part of a row.
-
-        Raises:
-            ConfigError: the global batch cannot be divided so.
-        """
-        size = micro_batch_size(self._global_batch, world_size, accumulation)
-        start = step * self._global_batch + (micro_step * world_size + rank) * size
-        return self._rows.take(self._sampler.samples(np.arange(start, start + size)))
+        """What one rank computes at once, as of ``data.Batches``: one tensor for each part of a row."""
+        places = positions(self.global_batch, step, micro_step, rank, world_size, accumulation)
+        return self.rows.take(Sampler(len(self.rows), self.seed).samples(places))
 
 
 @dataclass(frozen=True)
 class OwnPart:
-    """One rank's share of an evaluation round, as ``data.EvaluationBatch``.
-
-    Attributes:
-        arrays: n rows, n at least 1.
-        num_samples: how many of them count: n, or 0 where the one row only lets this rank take part.
-    """
+    """One rank's share of an evaluation round, as ``data.EvaluationBatch``."""
 
     arrays: tuple[Tensor, ...]
     num_samples: int
 
 
 class OwnHeldOut:
-    """A fixed set of held-out samples at even distances, as ``data.HeldOut`` of tokens.
-
-    Args:
-        rows: held-out set.
-        max_samples: upper bound of the set.
-    """
+    """A fixed set of held-out rows, as ``data.HeldOut`` of tokens."""
 
     def __init__(self, rows: Rows, max_samples: int) -> None:
-        wanted = min(len(rows), max_samples)
-        self._rows = rows
-        self._numbers = np.arange(wanted, dtype=np.int64) * len(rows) // wanted
+        self._rows, self._numbers = rows, at_even_distances(len(rows), max_samples)
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def batches(self, *, micro_batch: int, rank: int, world_size: int) -> Iterator[OwnPart]:
-        """This rank's batches; every rank gets the same number, because the forward of a sharded model is collective.
-
-        Raises:
-            ConfigError: ``micro_batch`` is below 1.
-        """
-        if micro_batch < 1:
-            raise ConfigError(f"got micro batch {micro_batch}, expected at least 1")
-        for start in range(0, len(self), micro_batch * world_size):
-            mine = self._numbers[start + rank * micro_batch :][:micro_batch]
-            yield OwnPart(self._rows.take(mine if len(mine) else self._numbers[:1]), len(mine))
-
-
-class EvaluationPart(Protocol):
-    """One rank's share of an evaluation round: ``data.EvaluationBatch`` or ``OwnPart``."""
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """Inputs and targets, or what else a sample has: NumPy arrays or tensors of the host."""
-        ...
-
-    @property
-    def num_samples(self) -> int:
-        """How many rows count."""
-        ...
-
-
-class TrainingSet(Protocol):
-    """Batches in the order of the run."""
-
-    def micro_batch(
-        self, step: int, micro_step: int, rank: int, world_size: int, accumulation: int = 1
-    ) -> tuple[Any, ...]:
-        """What one rank computes at once."""
-        ...
-
-
-class HeldOutSet(Protocol):
-    """A fixed set, spread over ranks."""
-
-    def __len__(self) -> int: ...
-
-    def batches(self, *, micro_batch: int, rank: int, world_size: int) -> Iterator[EvaluationPart]:
-        """This rank's batches, as many on every rank."""
-        ...
-
-
-class RunData(Protocol):
-    """The data of a run, open on every rank. Not collective."""
-
-    def identity(self) -> Mapping[str, Any]:
-        """What a checkpoint states of it."""
-        ...
-
-    def describe(self) -> str:
-        """A line for the run header."""
-        ...
-
-    def training(self, config: RunConfig, context: int, global_batch: int) -> TrainingSet:
-        """Batches of ``global_batch`` samples a step."""
-        ...
-
-    def held_out(self, context: int, max_samples: int) -> HeldOutSet | None:
-        """Samples to evaluate on; None: there are none."""
-        ...
-
-    def loss_in_words(self, held_out_loss: float) -> str:
-        """The loss with its unit, for the end of a run."""
-        ...
-
-    def close(self) -> None:
-        """Close it."""
-        ...
+        """This rank's batches; every rank gets the same number."""
+        for mine, num_samples in in_rounds(self._numbers, micro_batch, rank, world_size):
+            yield OwnPart(self._rows.take(mine), num_samples)
 
 
 @dataclass(frozen=True)
@@ -293,11 +188,11 @@ class TextReading:
     tokens: TokenFile | Sources
 
     def identity(self) -> Mapping[str, Any]:
-        """Its digest and its tokenizer."""
+        """What a checkpoint states of the data: their digest, and the tokenizer."""
         return {DATA: data_of(self.tokens), TOKENIZER: self.tokens.tokenizer.to_json()}
 
     def describe(self) -> str:
-        """Which file it is, and how many tokens it has."""
+        """Which file it is, and how many tokens it has, for the run header."""
         tokens = self.tokens
         return (
             f"data: {tokens.path}: {len(tokens.train):,} training and {len(tokens.validation):,} held-out "
@@ -335,11 +230,11 @@ class OwnReading:
     digest: str
 
     def identity(self) -> Mapping[str, Any]:
-        """The digest of both sets."""
+        """What a checkpoint states of the data: the digest of both sets."""
         return {DATA: self.digest}
 
     def describe(self) -> str:
-        """Whose samples, and how many."""
+        """Whose samples, and how many, for the run header."""
         held_out = 0 if self.held_out_rows is None else len(self.held_out_rows)
         return (
             f"data: of {self.name}: {len(self.rows):,} training and {held_out:,} held-out samples"
@@ -363,6 +258,11 @@ class OwnReading:
         """Nothing is open."""
 
 
+TrainingSet = Batches | MixedBatches | OwnBatches
+HeldOutSet = HeldOut | OwnHeldOut
+RunData = TextReading | OwnReading
+
+
 def open_reading(
     config: RunConfig, adapter: Adapter, topology: Topology, *, signals: Signals
 ) -> tuple[RunData, Adapter]:
@@ -373,11 +273,11 @@ def open_reading(
         ConfigError: options are about a text, and the model reads none; on every rank.
         StoppedEarly: as of ``open_tokens``.
     """
+    name = type(adapter).__name__
     if adapter.reads_text:
         style = config.log.progress
         tokens = open_tokens(config.data, topology, progress=style, signals=signals)
         with topology.agreed("give the model its vocabulary"):
-            name = type(adapter).__name__
             adapter = an_adapter(
                 adapter.with_vocabulary(tokens.vocab_size), f"{name}.with_vocabulary()"
             )
@@ -388,21 +288,17 @@ def open_reading(
                 )
             return TextReading(tokens), adapter
     with topology.agreed("open the samples of the adapter"):
-        _check_no_text(config, type(adapter).__name__)
-        training, held_out = _both(adapter.samples(), type(adapter).__name__)
-        rows = Rows(training, f"training set of {type(adapter).__name__}")
-        others = None
-        if held_out is not None:
-            others = Rows(held_out, f"held-out set of {type(adapter).__name__}")
+        _check_no_text(config, name)
+        training, held_out = _both(adapter.samples(), name)
+        rows = Rows(training, f"training set of {name}")
+        others = None if held_out is None else Rows(held_out, f"held-out set of {name}")
         digest = f"{rows.digest()} {others.digest() if others else 'none'}"
-    first = topology.broadcast_text(digest)
-    with topology.agreed("compare the samples with those of rank 0"):
-        if digest != first:
-            raise DataError(
-                f"{type(adapter).__name__}.samples() gave other samples than on rank 0; make them from a generator "
-                "with a seed of its own, or bring the same files to every node"
-            )
-    return OwnReading(type(adapter).__name__, rows, others, digest), adapter
+    unlike = DataError(
+        f"{name}.samples() gave other samples than on rank 0; make them from a generator with a seed of its own, or "
+        "bring the same files to every node"
+    )
+    topology.same(digest, "compare the samples with those of rank 0", unlike)
+    return OwnReading(name, rows, others, digest), adapter
 
 
 def check_separate(config: RunConfig) -> None:

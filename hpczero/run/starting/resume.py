@@ -1,11 +1,9 @@
 """Where a run begins: anew, or from a checkpoint.
 
-Owns: the decision, and the comparison of the options then and now. Must not know: what a checkpoint is made of.
-
-    --resume.from auto   this run's newest sound checkpoint; of a finished run, one that has its results, only if more
-                         steps are asked for
-                  never  from the start
-                  PATH   that checkpoint, or the newest sound one in that folder, also of another run
+--resume.from auto   this run's newest sound checkpoint; of a finished run, one that has its results, only if more
+                     steps are asked for
+              never  from the start
+              PATH   that checkpoint, or the newest sound one in that folder, also of another run
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hpczero.resume")
 
-# Another one of these is another model, other data, or another order of them.
+# A change of these is another model, other data, or another order of them.
 FIXED = {
     "run": ("seed",),
     "model": (
@@ -52,7 +50,7 @@ FIXED = {
     "data": ("documents",),
     "train": ("global_batch",),
 }
-# Compared each in its own way; of what an earlier version did not save nothing is known.
+# Compared each in its own way. Of what an earlier version did not save nothing is known.
 MODEL, TOKENIZER = "model", "tokenizer"
 DATA = "data"
 # Of a checkpoint's model: another one gives the same numbers.
@@ -76,11 +74,7 @@ TELLING = {
 
 
 def choose(config: RunConfig, folder: RunFolder) -> Path | None:
-    """The checkpoint to load, or None. Not collective: rank 0 calls it.
-
-    Args:
-        config: with the batch spelled out.
-        folder: folder of this run.
+    """The checkpoint to load, or None. Not collective: rank 0 calls it. ``config`` has the batch spelled out.
 
     Raises:
         ConfigError: this run has checkpoints made with other or unknown options, or PATH does not exist.
@@ -146,11 +140,6 @@ def check_ranks(config: RunConfig, folder: RunFolder, ranks: int) -> None:
 
     The message does not advise another batch, because the run would not go on with it.
 
-    Args:
-        config: as given.
-        folder: folder of this run.
-        ranks: number of ranks that shall go on with it.
-
     Raises:
         ConfigError: the message has the numbers of ranks that can.
     """
@@ -165,13 +154,14 @@ def check_ranks(config: RunConfig, folder: RunFolder, ranks: int) -> None:
     if ranks in fitting:
         return
     near = sorted(sorted(fitting, key=lambda count: abs(count - ranks))[:MOST_RANKS])
-    *most, last = map(str, near or [0])
-    named = f"{', '.join(most)} or {last} ranks" if most else f"{last} rank(s)"
-    way = (
-        f"goes on with {named}"
-        if fitting
-        else "goes on with the train.micro_batch and train.accumulation it had"
-    )
+    way = "goes on with the train.micro_batch and train.accumulation it had"
+    if near:
+        *most, last = map(str, near)
+        way = (
+            f"goes on with {', '.join(most)} or {last} ranks"
+            if most
+            else f"goes on with {last} rank(s)"
+        )
     raise ConfigError(
         f"train.global_batch: the run in {folder.path} has a global batch of {whole}, which {ranks} rank(s) cannot "
         f"share; it {way}. For another batch choose another --run.name"
@@ -196,19 +186,14 @@ def _divisors(whole: int) -> list[int]:
 
 
 def _spreads(config: RunConfig, whole: int, ranks: int) -> bool:
-    try:
+    with suppress(ConfigError):
         Batch.resolve(dataclasses.replace(config.train, global_batch=whole), ranks)
-    except ConfigError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _begun_elsewhere(earlier: RunConfig) -> bool:
-    """Whether a run began at a checkpoint that exists.
-
-    Raises:
-        ConfigError: the system does not say now.
-    """
+    """Whether a run began at a checkpoint that exists. Raises ConfigError if the system does not say."""
     source = earlier.resume.from_
     return source not in ("auto", "never") and bool(_kind_of(Path(source)))
 
@@ -239,10 +224,7 @@ def _way_out(folder: RunFolder) -> str:
 
 
 def began_at(source: Path, folder: RunFolder) -> bool:
-    """Whether the run in ``folder`` began at ``source`` and has saved nothing since.
-
-    Not collective: rank 0 calls it.
-    """
+    """Whether the run in ``folder`` began at ``source`` and has saved nothing since. Not collective."""
     with suppress(ConfigError, CheckpointError):
         if folder.config.exists() and not folder.has_checkpoints:
             earlier = load_toml(folder.config, RunConfig).resume.from_
@@ -251,12 +233,7 @@ def began_at(source: Path, folder: RunFolder) -> bool:
 
 
 def next_command(config: RunConfig, *, in_series: bool) -> str:
-    """The command that goes on with a run that was stopped, for people.
-
-    Args:
-        config: of the run.
-        in_series: whether the next start of its series is told where it is, and needs no command.
-    """
+    """The command that goes on with a run that was stopped, for people. In a series the next start needs no command."""
     changes = []
     if config.run.overwrite:
         changes.append("--run.overwrite false")
@@ -289,10 +266,8 @@ def data_of(tokens: TokenFile | Sources) -> str:
 def identity(config: RunConfig, data: Mapping[str, Any], card: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint of the training command states beside the model, for ``check`` and for readers.
 
-    Args:
-        config: with the batch spelled out.
-        data: what the run reads: ``DATA``, and of a text ``TOKENIZER``.
-        card: what is said of the model, by ``model_card``.
+    ``config`` has the batch spelled out. ``data`` has ``DATA``, and of a text ``TOKENIZER``. ``card`` is of
+    ``model_card``.
     """
     return {
         DATA: data[DATA],

@@ -1,8 +1,7 @@
 """The plan of a run compared with the memory of its nodes, before anything is allocated.
 
-Owns: the decision, which all ranks make together, and its words. Must not know: how a run's bytes are counted
-(``plan.peak``), how a machine states what it has (``limits``), MPI. A run is refused only if a low estimate does not
-fit. If a high one does not fit, that is a warning.
+A run is refused only if a low estimate does not fit. If a high estimate does not fit, that is a warning. All ranks
+decide together.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from socket import gethostname
-from types import TracebackType
 
 from hpczero.accelerator import Accelerator
 from hpczero.comm.uneven import carriers_of
@@ -108,13 +106,7 @@ FRAGMENTED = 0.2
 
 @dataclass(frozen=True)
 class Bound:
-    """A room, with the ranks that share it.
-
-    Attributes:
-        room: as this rank sees it.
-        members: number of ranks in it.
-        own: bytes that the members hold already.
-    """
+    """A room as this rank sees it, with the number of ranks that share it, and the bytes that they hold already."""
 
     room: Room
     members: int
@@ -129,11 +121,8 @@ class Bound:
         now, many = self.members, members or self.members
         held = self._held(run)
         spread = GROWTH[self.room.kind] + FRAGMENTED * _mean(each.activations for each in held)
-        return (
-            self.own * many / now
-            + many * spread
-            + _mean(self._most_of_run(each, many) for each in held)
-        )
+        of_run = _mean(self._most_of_run(each, many) for each in held)
+        return self.own * many / now + many * spread + of_run
 
     def _held(self, run: PlannedRun) -> Sequence[PlannedRun]:
         """One run for each of the members, where they hold different parts; else the one of all."""
@@ -142,11 +131,7 @@ class Bound:
         return [dataclasses.replace(run, place=place) for place in run.near]
 
     def free(self, *, strictly: bool) -> float:
-        """Bytes that the members may have together.
-
-        Args:
-            strictly: whether bytes that others might give back count as theirs.
-        """
+        """Bytes that the members may have together. ``strictly``: bytes that others might give back are theirs."""
         others = max(self.room.used - self.own, 0.0)
         return self.room.nbytes - (others if strictly or not self.room.yields else 0.0)
 
@@ -197,14 +182,7 @@ class RoomCheck:
         title: str,
         overridden: Sequence[str] = (),
     ) -> None:
-        """Not collective.
-
-        Args:
-            topology: topology of the job; borrowed.
-            accelerator: device of this rank.
-            title: name of the model: a preset.
-            overridden: options of the model that were given beside the preset, such as ``hidden``.
-        """
+        """Not collective. ``overridden`` are options of the model that were given beside the preset, its ``title``."""
         self.run: PlannedRun | None = None
         self._overridden = [name for name in overridden if name in SIZES]
         self._for_each: int | None = None
@@ -215,9 +193,7 @@ class RoomCheck:
     def check(self, run: PlannedRun, found: list[Room] | None = None) -> None:
         """Refuse what does not fit the memory of its nodes; warn of what may not. Collective over world.
 
-        Args:
-            run: what is to be trained.
-            found: limits of this rank; None reads them.
+        ``found`` are limits of this rank; None reads them.
 
         Raises:
             ConfigError: on every rank; the message has what is needed, which limit there is, and what would fit.
@@ -252,16 +228,8 @@ class RoomCheck:
     def __enter__(self) -> RoomCheck:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Raise OutOfMemory if torch or Python ran out of memory.
-
-        The job then ends as after other errors of one rank.
-        """
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise OutOfMemory if torch or Python ran out of memory."""
         run = self.run
         if run is None or not isinstance(error, Exception) or not is_out_of_memory(error):
             return
@@ -294,10 +262,9 @@ def fitting_on(
 
     The function that is returned is not collective, and may answer otherwise on another rank.
     """
-    bounds = gather_bounds(found_rooms(accelerator), usage(), topology)
-    bounds = [
-        b for b in bounds if b.room.kind == "shared" or concerns(b.room, run, accelerator.is_host)
-    ]
+    found, is_host = found_rooms(accelerator), accelerator.is_host
+    bounds = gather_bounds(found, usage(), topology)
+    bounds = [b for b in bounds if b.room.kind == "shared" or concerns(b.room, run, is_host)]
     return lambda other: is_roomy(other, run, bounds)
 
 
