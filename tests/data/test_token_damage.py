@@ -91,7 +91,8 @@ def test_slab_is_checked_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> No
     checked: list[int] = []
 
     def counted(data: np.ndarray) -> int:
-        checked.append(len(data))
+        if data.ndim == 1:  # tokens, and not a table of digests
+            checked.append(len(data))
         return digest(data)
 
     monkeypatch.setattr(appendix, "digest", counted)
