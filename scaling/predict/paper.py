@@ -65,7 +65,7 @@ class Run:
         """A step by `hpczero.predict.model`, with the sums of the paper's model parallelism."""
         job = PaperJob(
             self.model,
-            Mesh(shard=self.data_parallel, tensor=self.model_parallel),
+            Mesh(shard=self.ranks // self.model_parallel, tensor=self.model_parallel),
             machine.ranks_per_node,
             stage=STAGE if self.zero else 0,
             precision="fp16",
