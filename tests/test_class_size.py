@@ -17,11 +17,9 @@ LARGER = {
     # One state machine over one buffer: who may use it, and who may write to it, decide together when it is given back.
     "WholeParameters": (23, 17),
     # The contract of a transport, public: ten verbs to write, the others say what every transport has in common.
-    "Collectives": (26, 10),
+    "Collectives": (26, 9),
     # Two levels behind that contract, each of which it asks; what differs between nodes is seams that subclasses fill.
-    "Hierarchical": (23, 9),
-    # What a block of memory holds for peers, place by place: offsets that are found together, when memory is settled.
-    "Ipc": (7, 13),
+    "Hierarchical": (23, 10),
 }
 
 

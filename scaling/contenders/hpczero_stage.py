@@ -27,7 +27,7 @@ WINDOW_NBYTES = 16 * 2**20
 
 
 class Contender(base.Contender):
-    """Units by the default rule: every block, and the root; with ``compiled``, torch.compile makes a graph of a block."""
+    """Units by the default rule: every block, and the root; with ``compiled``, torch.compile compiles blocks."""
 
     def __init__(
         self,

@@ -148,7 +148,7 @@ def test_trial_that_gives_other_bytes_means_no_direct_calls(
 def test_file_system_without_direct_calls_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "_told_alignment", lambda fd: 0)
+    monkeypatch.setattr(direct, "_works", lambda fd, alignment: False)
     told: list[str] = []
     with disk(tmp_path, tell=told.append) as tier:
         place = tier.reserve(Record("r", {PART: 10}))
