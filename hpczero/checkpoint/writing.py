@@ -61,6 +61,7 @@ class BackgroundWrite:
         self._topology = topology
         self._own: Topology | None = None
         self._write: Future[Path] | None = None  # until it is finished; see [Note: No join]
+        self._end: Future[None] | None = None  # of a write that was left
         self._told = False  # of its error
 
     @property
@@ -79,7 +80,7 @@ class BackgroundWrite:
             self._own = replace(self._topology, world=self._topology.world.beside())
             atexit.register(self._tell_unheard)
         own, write = self._own, Future[Path]()
-        self._write, self._told = write, False
+        self._write, self._end, self._told = write, None, False
         _begun.add(write)
         write.add_done_callback(_begun.discard)
         before_finalize(_wait_for_begun)  # HDF5 is loaded by now
@@ -96,7 +97,7 @@ class BackgroundWrite:
         Peers write their parts on threads too, so the write ends as long as they live. The communicator is not freed.
         """
         assert self._write is not None, "busy"
-        over: Future[None] = Future()
+        over = self._end = Future[None]()
         _left.append(over)
 
         def end(write: Future[Path]) -> None:
@@ -122,6 +123,8 @@ class BackgroundWrite:
         """
         assert self._write is not None, "busy"
         error = self._write.exception()
+        if self._end is not None:
+            self._end.exception()
         write, self._write = self._write, None
         if isinstance(error, CheckpointError):
             raise type(error)(str(error)) from error
@@ -150,8 +153,8 @@ def wait_for_left() -> None:
         _left.pop()
 
 
-def _wait_for_begun() -> None:
-    for write in list(_begun):
+def _wait_for_begun(begun: set[Future[Path]] = _begun) -> None:  # names of the module may be gone
+    for write in list(begun):
         write.exception()
 
 
