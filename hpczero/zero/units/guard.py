@@ -142,6 +142,8 @@ def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         StepError: zeroify was not given that optimizer.
     """
     del args, kwargs
+    if torch.compiler.is_compiling():
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             seen = getattr(type(parameter), "grad", None) is seen_gradient
