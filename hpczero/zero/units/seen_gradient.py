@@ -368,8 +368,11 @@ def _takes_each_alone(operator: torch._ops.OpOverload) -> bool:
     forms = getattr(torch.ops.aten, base, None)
     if forms is None:
         return False
-    form = forms.overloads()[0] if name.startswith("_foreach_") else form
-    return form in forms.overloads() and torch.Tag.pointwise in getattr(forms, form).tags
+    names = forms.overloads()
+    if name.startswith("_foreach_"):
+        # ``default`` of ``max`` is the largest of all, and of ``add`` is of Python's lists
+        form = next(each for each in ("Tensor", "default", names[0]) if each in names)
+    return form in names and torch.Tag.pointwise in getattr(forms, form).tags
 
 
 class _EachAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
