@@ -22,7 +22,6 @@ from torch.nn import functional as F
 import hpczero
 from hpczero.comm.background import Background
 from hpczero.comm.rails import Rails
-from hpczero.errors import CommError
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified
 
@@ -312,26 +311,6 @@ def test_a_released_model_has_the_new_values(
     parallel_assert(comm, all(map(torch.equal, found, expected)))
     parallel_assert(comm, type(weight(pair.late)) is nn.Parameter)
     topology.free()
-
-
-def test_values_that_never_come_are_an_error_each_time(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pairs(comm, monkeypatch, 1) as pair:
-        pair.backward()
-        with monkeypatch.context() as broken:
-
-            def fails(*_: Any) -> None:
-                raise CommError("a link is down")
-
-            broken.setattr(Rails, "gather", fails)
-            pair.optimizers[0].step()
-            for _ in range(2):
-                with pytest.raises(CommError, match="a link is down"):
-                    weight(pair.late).detach()
-        for unit in hpczero.sharding(pair.late).units:  # so that the model can be released
-            unit.whole.late._wait = None
-    parallel_assert(comm, True)
 
 
 def test_in_fp32_the_step_waits(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
