@@ -43,7 +43,7 @@ from hpczero.options.environment import Environment
 
 QUESTION, ANSWER = 1, 2  # tags
 OFTEN_S, SELDOM_S = 0.5e-3, 0.2
-LIVELY_S = 1.0  # how long after a question rank 0 looks often
+LIVELY_S = 0.1  # how long after a question rank 0 looks often
 AGAIN_S = 10e-3  # between questions for a key that is not there yet
 
 
