@@ -321,6 +321,11 @@ def _export(command: Export) -> int:
         f"{command.out}: {found.num_tensors:,} tensors, {found.nbytes:,} bytes, of step {found.step:,} in "
         f"{found.checkpoint}\n"
     )
+    if command.form.layout == "transformers":
+        sys.stdout.write(
+            "the run's tokenizer is not in it: AutoTokenizer would make an empty one; hpczero.sample takes and writes "
+            "text\n"
+        )
     return 0
 
 

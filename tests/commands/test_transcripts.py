@@ -136,7 +136,7 @@ TABLE = {
         after="-n", shows=r"tests/run.py -k layout\n"
     ),  # tests that run tests: whoever runs this file has typed it
     "make lint": Verdict(after="-n", shows="ruff check .*\n.*\n.*mypy", needs="ruff and mypy"),
-    "make quick": Verdict(after="-n", shows="tests/quick.py", needs="what has changed"),
+    "make quick": Verdict(after="-n", shows="tests/quick.py", needs="have changed"),
     "make train": Verdict(after=MAKE, shows="done: "),
     "make picture": Verdict(after=MAKE, shows="docs/loss.png"),
     # What make would type is typed for `make train` itself.
@@ -205,7 +205,7 @@ TABLE = {
     "sbatch $(cat logs/exclude-4711) slurm/train_60b.sh": Verdict(
         "ask", needs="file of its\nown", instead=("$(cat logs/exclude-4711)", "--exclude=host3")
     ),
-    "sbatch --signal=USR1@300": Verdict("ask", needs="Batch systems", after="slurm/train.sh"),
+    "sbatch --signal=USR1@300": Verdict("ask", needs="batch systems", after="slurm/train.sh"),
     "sbatch --test-only": Verdict("ask", needs="real SLURM", after="slurm/train_60b.sh"),
     "srun --mpi=list": Verdict("ask", needs=CLUSTER),
     "scancel JOB": Verdict("no", needs="scancel with and without a signal"),  # tests/slurm does
