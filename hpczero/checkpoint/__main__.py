@@ -321,10 +321,9 @@ def _export(command: Export) -> int:
         f"{command.out}: {found.num_tensors:,} tensors, {found.nbytes:,} bytes, of step {found.step:,} in "
         f"{found.checkpoint}\n"
     )
-    if command.form.layout == "transformers":
+    if command.form.layout != "hpczero" and not (command.out / "tokenizer.json").exists():
         sys.stdout.write(
-            "the run's tokenizer is not in it: AutoTokenizer would make an empty one; hpczero.sample takes and writes "
-            "text\n"
+            "the checkpoint knows no tokenizer of text: AutoTokenizer would make an empty one\n"
         )
     return 0
 

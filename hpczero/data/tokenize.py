@@ -105,6 +105,7 @@ def _certain(ends: list[int]) -> list[int]:
 
 
 NUM_BYTES = 256
+END_OF_TEXT = "<|endoftext|>"
 MOST_VOCAB = 2**24
 TEXT_LEN = 4096  # characters of one text of a batch, at least
 PART_LEN = 2**19  # of one batch: its encodings take some hundred times as much memory
@@ -408,6 +409,42 @@ def from_json(text: str) -> Tokenizer:
     raise DataError(
         f"got a tokenizer of kind {kind!r}, expected 'bytes', 'bpe', 'library' or 'ids'; prepare the tokens again"
     )
+
+
+def as_library(tokenizer: Tokenizer) -> tuple[tokenizers.Tokenizer, str] | None:
+    """The same tokenizer for the ``tokenizers`` library, and the token that ends a document.
+
+    None for ``IdsTokenizer``, which knows no text. The separator gets a token, ``<|endoftext|>``, where it has none. A
+    text that holds this token literally becomes the separator there, as with GPT-2's tokenizer.
+    """
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
+    if isinstance(tokenizer, LibraryTokenizer):
+        end = tokenizer.model.id_to_token(tokenizer.separator)
+        return (tokenizer.model, end) if end is not None else None
+    if isinstance(tokenizer, BPETokenizer):
+        library = Library.from_str(tokenizer.model.to_str())
+    elif isinstance(tokenizer, ByteTokenizer):
+        library = Library(models.BPE(vocab=_byte_letters(), merges=[]))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.decoder = decoders.ByteLevel()
+    else:
+        return None
+    library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return library, END_OF_TEXT
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letter by which the library's ``ByteLevel`` stands for each byte: its own if that is printable.
+
+    Source: Radford et al., GPT-2 (2019), ``bytes_to_unicode`` of the published code.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    letters |= {byte: chr(NUM_BYTES + place) for place, byte in enumerate(others)}
+    return {letters[byte]: byte for byte in range(NUM_BYTES)}
 
 
 def same_tokenizer(one: object, other: object) -> bool:

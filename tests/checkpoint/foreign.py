@@ -71,11 +71,12 @@ def checkpoint(folder: Path, tensors: dict[str, Tensor], step: int = 3) -> Path:
     return convert(folder.with_suffix(".pt"), folder, step=step, buffers=["mean"])
 
 
-def gpt_checkpoint(folder: Path, model: GPT, **extra: Any) -> Path:
+def gpt_checkpoint(folder: Path, model: GPT, *, tokenizer: str | None = None, **extra: Any) -> Path:
     """One that says what training says of a GPT."""
     file = folder.with_suffix(".safetensors")
     tensors = {name: value.detach() for name, value in model.named_parameters()}
-    card = {"model": {"tie_embeddings": model.config.tie_embeddings, **extra}}
+    card: dict[str, Any] = {"model": {"tie_embeddings": model.config.tie_embeddings, **extra}}
+    card["tokenizer"] = tokenizer
     save_file(tensors, file, metadata={"hpczero": json.dumps(card)})
     return convert(file, folder, step=3)
 

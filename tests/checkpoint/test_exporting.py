@@ -20,6 +20,7 @@ from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import STATE_FILE, step_folder
 from hpczero.checkpoint.foreign.exporting import Exported, WeightsForm, cast, export
+from hpczero.data import BPETokenizer, ByteTokenizer
 from hpczero.errors import ConfigError, CorruptCheckpoint
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, on_root, read_all, same, state
 from tests.checkpoint.programs import Program, first_ranks
@@ -292,6 +293,26 @@ def test_transformers_gives_the_same_logits(
     torch.testing.assert_close(
         found, expected, rtol=0, atol=tolerance * float(expected.abs().max())
     )
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_the_runs_tokenizer_goes_along(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    text = "Was it a bird? No:\n\n\tit's 3 ünïcödé birds, 鳥 \U0001f426\n" * 3
+    ours: Any = ByteTokenizer()
+    if kind == "bpe":
+        ours = BPETokenizer.train([text.encode()], 300)
+    model = tiny_gpt(vocab_size=ours.vocab_size)
+    path = gpt_checkpoint(tmp_path / "run", model, tokenizer=ours.to_json(), heads=2)
+    export(path, tmp_path / "out", WeightsForm(layout="transformers"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = ours.encode(text.encode()).tolist()
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == ours.separator == theirs.convert_tokens_to_ids("<|endoftext|>")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.eos_token_id == ours.separator
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign import safe_file as safefile
 from hpczero.checkpoint.foreign.safe_file import DTYPES, TensorEntry
+from hpczero.data.tokenize import as_library, from_json
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import Hidden
 from hpczero.files.regular import kind_of, reason
@@ -166,7 +167,7 @@ def _write(stored: Stored, out: Path, form: WeightsForm) -> Exported:
             else:
                 hidden.path.mkdir()
                 if names.config is not None:
-                    safefile.write_json(hidden.path / "config.json", names.config)
+                    names.write_config(hidden.path)
                 safefile.write_all(hidden.path, entries, names.metadata(), form.shard_mib * 2**20)
             hidden.commit()
     except OSError as error:
@@ -225,6 +226,19 @@ class _Names:
             except ConfigError as error:
                 raise ConfigError(f"{stored.path}: {error}") from error
             self.config["dtype"] = TORCH_NAMES[form.dtype]
+
+    def write_config(self, folder: Path) -> None:
+        """Write ``config.json`` and the run's tokenizer, as far as it is known, for ``from_pretrained``."""
+        config = dict(self.config or {})
+        tokenizer = from_json(self._tokenizer) if isinstance(self._tokenizer, str) else None
+        found = as_library(tokenizer) if tokenizer is not None else None
+        if tokenizer is not None and found is not None:
+            library, end = found
+            config["eos_token_id"] = tokenizer.separator
+            safefile.write_json(folder / "tokenizer.json", json.loads(library.to_str()))
+            said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+            safefile.write_json(folder / "tokenizer_config.json", said)
+        safefile.write_json(folder / "config.json", config)
 
     def metadata(self) -> dict[str, str]:
         """Metadata of the safetensors files. Our own import finds tokenizer, ties and buffers in them."""
