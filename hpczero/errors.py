@@ -28,6 +28,7 @@ EXIT_MISCONFIGURED = 78
 EXIT_HANG = 86
 EXIT_READER_LEFT = 141
 
+FIRST_S = 2.0  # how long other ranks leave rank 0 to tell an error of all before MPI is up
 TOLD_S = 10.0  # how long a rank waits for the others to agree who tells an error
 
 EXHAUSTED = frozenset(
@@ -136,6 +137,11 @@ def _running_mpi() -> Any:
     mpi = sys.modules.get("mpi4py.MPI")
     up = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     return mpi if mpi is not None and up and mpi.COMM_WORLD.size > 1 else None
+
+
+def _mpi_began() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized()
 
 
 def abort_job(code: int) -> None:
@@ -330,6 +336,9 @@ def run(main: Callable[[], int | None]) -> None:
     except BaseException as error:  # the last frame of a command: reported, never swallowed
         # As a C program that is piped into head: nobody is there to tell.
         left = isinstance(error, BrokenPipeError) and _reader_left()
+        # A mistake in the options is every rank's. The launcher ends the job when rank 0 has told it.
+        if isinstance(error, ConfigError) and launcher_rank() and not _mpi_began():
+            time.sleep(FIRST_S)
         agreed = getattr(error, "agreed", False)
         code = EXIT_READER_LEFT if left else (report_once if agreed else report)(error)
         if isinstance(error, OSError) and error.errno in EXHAUSTED:

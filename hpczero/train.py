@@ -13,7 +13,7 @@ from hpczero.errors import ConfigError, launcher_rank, run
 from hpczero.files.regular import shown
 from hpczero.job.signals import Signals
 from hpczero.models import PRESETS, GPTConfig
-from hpczero.options.config import ModelOptions
+from hpczero.options.config import ModelOptions, RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.reading import read_run_config
 from hpczero.plan.degrees import check_model
@@ -26,11 +26,7 @@ from hpczero.run.starting.precheck import (
 
 def main() -> int:
     """Train as the command line says. Collective over MPI's world."""
-    config = read_run_config(sys.argv[1:])
-    model = None if config.model.factory else model_config(config.model)
-    config.parallel.check(stage=config.parallel.stage, auto=config.parallel.auto)
-    if model is not None:
-        check_model(config.parallel, model)
+    config, model = options()
     environment = Environment.read()
     # Now: the imports below take seconds, in which SIGUSR1 would end the process.
     with Signals() as signals:
@@ -59,6 +55,20 @@ def main() -> int:
 
         adapter = None if model is None else GPTAdapter(model)
         return train(config, adapter, accelerator, signals)
+
+
+def options() -> tuple[RunConfig, GPTConfig | None]:
+    """What the command line asks for, and the GPT to train; None for a factory's model. Imports neither torch nor MPI.
+
+    Raises:
+        ConfigError: options are unknown, malformed, or do not fit together.
+    """
+    config = read_run_config(sys.argv[1:])
+    model = None if config.model.factory else model_config(config.model)
+    config.parallel.check(stage=config.parallel.stage, auto=config.parallel.auto)
+    if model is not None:
+        check_model(config.parallel, model)
+    return config, model
 
 
 def model_config(options: ModelOptions) -> GPTConfig:

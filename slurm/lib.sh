@@ -155,6 +155,11 @@ check_warning() {
     fi
 }
 
+# check_options ARGUMENTS...: those of the training command, before the job waits in the queue.
+check_options() {
+    "$PYTHON" -c 'from hpczero import errors, train; errors.run(lambda: train.options() and 0)' "$@" || exit "$EXIT_MISCONFIGURED"
+}
+
 # submit SCRIPT ARGUMENTS...: sbatch with the sizes that variables give; #SBATCH lines cannot read variables.
 submit() {
     local script="$CHECKOUT/slurm/$1" options=(--export=ALL)

@@ -28,6 +28,7 @@ source "$CHECKOUT/slurm/lib.sh"
 set_up
 
 if ! in_job || [[ "${DRY_RUN:-0}" == 1 ]]; then
+    check_options "$@"
     submit train.sh "$@"
     exit
 fi

@@ -76,13 +76,15 @@ if ((GPUS_PER_NODE > 0 && RANKS_PER_NODE > 1)); then transport=ipc; fi
 "$PYTHON" -m hpczero.plan --model "$MODEL" --ranks $((NODES * RANKS_PER_NODE)) --ranks-per-node "$RANKS_PER_NODE" \
     --memory "$MEMORY" --precision "$PRECISION" --micro-batch "$MICRO_BATCH" --stage "$STAGE" \
     --transport "$transport" ${parallel:+--accumulation "$ACCUMULATION" "${parallel[@]}"}
+options=(--run.name "$RUN_NAME" --run.folder "$RUN_FOLDER" --run.seed "$SEED" ${DATA:+--data.path "$DATA"}
+    --model.preset "$MODEL" --model.checkpoint_activations true
+    --parallel.stage "$STAGE" --parallel.precision "$PRECISION" ${parallel:+"${parallel[@]}"}
+    --train.micro_batch "$MICRO_BATCH" --train.accumulation "$ACCUMULATION" --train.steps "$STEPS"
+    --train.learning_rate "$LEARNING_RATE" --train.warmup "$WARMUP"
+    --checkpoint.every "$CHECKPOINT_EVERY" --checkpoint.keep "$KEEP" "$@")
 if ! in_job || [[ "${DRY_RUN:-0}" == 1 ]]; then
+    check_options "${options[@]}"
     submit train_60b.sh "$@"
     exit
 fi
-train --run.name "$RUN_NAME" --run.folder "$RUN_FOLDER" --run.seed "$SEED" ${DATA:+--data.path "$DATA"} \
-    --model.preset "$MODEL" --model.checkpoint_activations true \
-    --parallel.stage "$STAGE" --parallel.precision "$PRECISION" ${parallel:+"${parallel[@]}"} \
-    --train.micro_batch "$MICRO_BATCH" --train.accumulation "$ACCUMULATION" --train.steps "$STEPS" \
-    --train.learning_rate "$LEARNING_RATE" --train.warmup "$WARMUP" \
-    --checkpoint.every "$CHECKPOINT_EVERY" --checkpoint.keep "$KEEP" "$@"
+train "${options[@]}"

@@ -130,6 +130,13 @@ def test_error_of_all_ranks_is_told_once_and_another_beside_it(how: str, told: l
     assert done.returncode in (1, 78), done
 
 
+def test_a_mistake_in_the_options_is_told_by_rank_0_alone() -> None:
+    done = run_ranks(3, ["-m", "hpczero.train", "--no.such", "1"], timeout=60)
+    told = [line for line in done.stderr.splitlines() if "ConfigError" in line]
+    assert [line.partition(" ConfigError")[0] for line in told] == ["[rank 0]"], done
+    assert done.returncode == 78, done
+
+
 def test_ranks_that_wait_in_vain_for_another_speak_for_themselves() -> None:
     program = AGREED.replace(
         "run(main)", "from hpczero import errors; errors.TOLD_S = 1.0; run(main)"

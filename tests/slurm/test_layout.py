@@ -13,11 +13,13 @@ from tests.helpers.mpirun import ROOT
 SIZES = ("NODES", "RANKS_PER_NODE", "GPUS_PER_NODE", "CPUS_PER_RANK")
 
 
-def dry_run(**variables: str) -> subprocess.CompletedProcess[str]:
+def dry_run(
+    *arguments: str, script: str = "train_60b.sh", **variables: str
+) -> subprocess.CompletedProcess[str]:
     cleared = dict.fromkeys(SIZES, "")
     given = {**cleared, "DRY_RUN": "1", "PYTHON": sys.executable, **variables}
     return subprocess.run(
-        ["bash", ROOT / "slurm" / "train_60b.sh"],
+        ["bash", ROOT / "slurm" / script, *arguments],
         env={**os.environ, **given},
         capture_output=True,
         text=True,
@@ -55,6 +57,14 @@ def test_without_model_parallelism_it_is_zero_alone() -> None:
     assert shown.returncode == 0, shown
     assert "400 ranks on 25 nodes of 16" in shown.stdout
     assert "tensor" not in shown.stdout
+
+
+@pytest.mark.parametrize("script", ["train.sh", "train_60b.sh"])
+def test_options_of_the_run_are_checked_before_the_queue(script: str) -> None:
+    refused = dry_run("--train.step", "5", script=script)
+    assert refused.returncode == 78, refused
+    assert "Unrecognized options: --train.step" in refused.stderr
+    assert "sbatch" not in refused.stdout
 
 
 def test_layout_that_does_not_fit_is_refused() -> None:
