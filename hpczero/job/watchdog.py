@@ -286,7 +286,11 @@ class Watchdog:
         self._noticed = self._begun
         if self._roll_call.asked_s > waited_s:
             where = "; ".join(self._missing(what, patience_s))
-            _say(self.rank, f"waits in {what}{place_in_program()} for {waited_s:.0f} s: {where}")
+            _say(
+                self.rank,
+                f"waits in {what}{place_in_program()} for {waited_s:.0f} s: {where}. "
+                "Every rank makes this call: forward, step, save and load are collective",
+            )
 
     def _end_job(self, what: str, patience_s: float) -> None:
         _say(
