@@ -47,7 +47,11 @@ def live_storages() -> dict[int, int]:
             kind = type(thing)
             if not issubclass(kind, Tensor) or issubclass(kind, FakeTensor):
                 continue  # fake ones, which torch.compile keeps, have no memory
-            if thing.device.type == "cpu":
+            try:
+                on_host = thing.device.type == "cpu"
+            except RuntimeError:  # torch 2.8 keeps one that was never given a device
+                continue
+            if on_host:
                 storage = thing.untyped_storage()
                 if storage.nbytes():
                     found[storage.data_ptr()] = storage.nbytes()
