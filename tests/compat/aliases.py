@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,17 +156,10 @@ class CachedWeight(Residual):
 
 
 class TwiceWithCache(Net):
-    def __init__(self, block: Callable[[], nn.Module] = CachedWeight) -> None:
-        super().__init__(block)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def through(self, x: Any) -> Any:
         for block in self.blocks:
             block.cache = None
-        h = self.stem(x)
-        for _ in range(2):
-            for block in self.blocks:
-                h = block(h)
-        return self.head(h)
+        return super().through(super().through(x))
 
 
 class ParentReads(Net):
@@ -183,16 +175,6 @@ class ParentMultiplies(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + (x @ self.blocks[2].inner.weight.t())[:, :WIDTH])
-
-
-class BypassesHooks(Net):
-    """Blocks are called by their forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block.forward(x)
-        return self.head(x)
 
 
 class Delegates(nn.Module):
@@ -291,7 +273,7 @@ CONSTRUCTS = [
     Construct(
         "blocks-by-forward",
         "the model calls `block.forward(x)`",
-        net(kind=BypassesHooks),
+        net(call=lambda block, x: block.forward(x)),
         **SHARDED,
         remark="`block(x)`",
     ),

@@ -23,13 +23,11 @@ class Appends(Residual):
 
 
 class SumsAList(Net):
-    def forward(self, x: Tensor) -> Tensor:
+    def through(self, x: Any) -> Any:
         found: list[Tensor] = []
-        x = self.stem(x)
         for block in self.blocks:
             x = block(x, found)
-        y: Tensor = self.head(x + sum(found))
-        return y
+        return x + sum(found)
 
 
 class Down(Residual):
@@ -87,12 +85,11 @@ class WritesState(Residual):
 
 
 class SharedState(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        state = {"h": self.stem(x)}
+    def through(self, x: Any) -> Any:
+        state = {"h": x}
         for block in self.blocks:
             block(state)
-        y: Tensor = self.head(state["h"] * state["previous"])
-        return y
+        return state["h"] * state["previous"]
 
 
 class GainsLogits(Net):
@@ -119,15 +116,6 @@ def loss_of_batch(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 class AsksIdentity(Residual):
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         return self.branch(x) if context is x else super().forward(x)
-
-
-class PassesItself(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x, context=x)
-        y: Tensor = self.head(x)
-        return y
 
 
 @dataclass
@@ -186,12 +174,9 @@ class TakesPair(Residual):
 
 
 class PairNet(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        pair = Pair(self.stem(x), torch.zeros_like(x))
-        for block in self.blocks:
-            pair = block(pair)
-        y: Tensor = self.head(pair.x + pair.memory)
-        return y
+    def through(self, x: Any) -> Any:
+        pair = super().through(Pair(x, torch.zeros_like(x)))
+        return pair.x + pair.memory
 
 
 class KeywordsOnly(Residual):
@@ -201,13 +186,11 @@ class KeywordsOnly(Residual):
 
 
 class CalledByKeywords(Net):
-    def forward(self, x: Tensor) -> Tensor:
+    def through(self, x: Any) -> Any:
         seen: list[Tensor] = []
-        x = self.stem(x)
         for block in self.blocks:
             x = block(x=x, mask=None, seen=seen)
-        y: Tensor = self.head(x + seen[0])
-        return y
+        return x + seen[0]
 
 
 class NonePositional(Residual):
@@ -215,15 +198,6 @@ class NonePositional(Residual):
         assert args[1] is None
         assert args[2] == (None, None)
         return super().forward(args[0])
-
-
-class CalledWithNone(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x, None, (None, None))
-        y: Tensor = self.head(x)
-        return y
 
 
 class MutableDefault(Residual):
@@ -247,12 +221,11 @@ class TakesMapping(Residual):
 
 
 class MappingNet(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        both = Multiplies(a=self.stem(x), b=torch.sigmoid(x))
+    def through(self, x: Any) -> Any:
+        both = Multiplies(a=x, b=torch.sigmoid(x))
         for block in self.blocks:
             assert block(both) is both
-        y: Tensor = self.head(both.product())
-        return y
+        return both.product()
 
 
 CONSTRUCTS = [
@@ -290,7 +263,7 @@ CONSTRUCTS = [
     Construct(
         "identity-of-arguments",
         "`if context is x` between two arguments",
-        net(AsksIdentity, PassesItself),
+        net(AsksIdentity, call=lambda block, x: block(x, context=x)),
     ),
     Construct(
         "context-object",
@@ -314,7 +287,7 @@ CONSTRUCTS = [
     Construct(
         "none-arguments",
         "`None` among positional arguments (`*args`)",
-        net(NonePositional, CalledWithNone),
+        net(NonePositional, call=lambda block, x: block(x, None, (None, None))),
     ),
     Construct(
         "mutable-default", "a mutable default argument that counts calls", net(MutableDefault)

@@ -60,22 +60,17 @@ def forces(model: nn.Module, batch: Any) -> Tensor:
 
 
 def grad_of_parameters(training: Training) -> None:
-    training.optimizer.zero_grad()
     parameters = list(training.model.parameters())
     found = torch.autograd.grad(training.loss(), parameters)
     for parameter, gradient in zip(parameters, found, strict=True):
         parameter.grad = gradient
-    training.optimizer.step()
 
 
 def backward_to_some(training: Training) -> None:
-    training.optimizer.zero_grad()
     training.loss().backward(inputs=list(training.model.head.parameters()))
-    training.optimizer.step()
 
 
 def functional_gradient(training: Training) -> None:
-    training.optimizer.zero_grad()
     parameters = dict(training.model.named_parameters())
 
     def loss(values: Any) -> Tensor:
@@ -85,15 +80,12 @@ def functional_gradient(training: Training) -> None:
     found = torch.func.grad(loss)(parameters)
     for name, parameter in parameters.items():
         parameter.grad = found[name]
-    training.optimizer.step()
 
 
 def forward_mode(training: Training) -> None:
-    training.optimizer.zero_grad()
     x = torch.ones(4, WIDTH)
     tangent = torch.func.jvp(training.model, (x,), (x,))[1]
     tangent.square().mean().backward()
-    training.optimizer.step()
 
 
 class VmapsInside(Residual):
@@ -210,9 +202,7 @@ class TwoHeads(Net):
         self.second = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
+        x = self.through(self.stem(x))
         return self.head(x), self.second(x)
 
 
@@ -223,7 +213,6 @@ def both_heads(model: nn.Module, batch: Any) -> Tensor:
 
 def head_by_head(training: Training) -> None:
     """One forward, a backward for each head."""
-    training.optimizer.zero_grad()
     kept: list[Tensor] = []
 
     def loss(place: Any) -> Tensor:
@@ -234,31 +223,24 @@ def head_by_head(training: Training) -> None:
 
     training.mean(loss).backward(retain_graph=True)
     torch.stack(kept).mean().backward()
-    training.optimizer.step()
 
 
 def explicit_seed(training: Training) -> None:
-    training.optimizer.zero_grad()
     training.loss().backward(torch.tensor(0.25))
-    training.optimizer.step()
 
 
 def probe_then_train(training: Training) -> None:
     """Asks for the gradient of one activation before the backward that counts."""
-    training.optimizer.zero_grad()
     loss = training.loss()
     x = torch.ones(2, WIDTH, requires_grad=True)
     (slope,) = torch.autograd.grad(training.model(x).sum(), x)
     training.note(slope.norm())
     loss.backward()
-    training.optimizer.step()
 
 
 def anomaly(training: Training) -> None:
-    training.optimizer.zero_grad()
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
         training.loss().backward()
-    training.optimizer.step()
 
 
 CONSTRUCTS = [
@@ -272,22 +254,22 @@ CONSTRUCTS = [
     of_net(
         "grad-of-parameters",
         "`torch.autograd.grad(loss, model.parameters())`",
-        grad_of_parameters,
+        backward=grad_of_parameters,
         refused=f"was assigned a tensor|{GIVEN_BACK}",
         remark="`loss.backward()`",
     ),
-    of_net("backward-inputs", "`loss.backward(inputs=...)`", backward_to_some),
+    of_net("backward-inputs", "`loss.backward(inputs=...)`", backward=backward_to_some),
     of_net(
         "func-grad",
         "`torch.func.grad` over `functional_call` of the model",
-        functional_gradient,
+        backward=functional_gradient,
         refused="inside a transform of torch.func (Grad)",
         remark="`loss.backward()`",
     ),
     of_net(
         "func-jvp",
         "`torch.func.jvp` of the model",
-        forward_mode,
+        backward=forward_mode,
         refused="inside a transform of torch.func (Jvp)",
         remark="`torch.autograd.functional`",
     ),
@@ -316,9 +298,12 @@ CONSTRUCTS = [
     of_net("rollout", "three forwards, each on the output of the last", loss=rollout),
     Construct("two-heads", "losses of two heads, summed", net(kind=TwoHeads), loss=both_heads),
     Construct(
-        "two-heads-two-backwards", "a backward for each head", net(kind=TwoHeads), step=head_by_head
+        "two-heads-two-backwards",
+        "a backward for each head",
+        net(kind=TwoHeads),
+        backward=head_by_head,
     ),
-    of_net("seeded-backward", "`loss.backward(gradient)`", explicit_seed),
-    of_net("probe", "gradients of inputs between forward and backward", probe_then_train),
-    of_net("anomaly", "`set_detect_anomaly(True)`", anomaly),
+    of_net("seeded-backward", "`loss.backward(gradient)`", backward=explicit_seed),
+    of_net("probe", "gradients of inputs between forward and backward", backward=probe_then_train),
+    of_net("anomaly", "`set_detect_anomaly(True)`", backward=anomaly),
 ]

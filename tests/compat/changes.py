@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from tests.compat.construct import (
     Net,
     Residual,
     Training,
+    in_blocks,
     net,
     of_net,
     plain_step,
@@ -47,12 +47,6 @@ def thaws_into_a_group(training: Training) -> None:
         stem = training.model.stem.requires_grad_(True)
         training.optimizer.add_param_group({"params": list(stem.parameters()), "lr": 0.003})
     plain_step(training)
-
-
-class StemFrozen(Net):
-    def __init__(self, block: Callable[[], nn.Module] = Residual) -> None:
-        super().__init__(block)
-        self.stem.requires_grad_(False)
 
 
 def adds_group(training: Training) -> None:
@@ -120,10 +114,8 @@ def reorders_blocks(training: Training) -> None:
     training.model.blocks = nn.ModuleList(blocks[i] for i in (2, 1, 0))
 
 
-class Pruned(Residual):
-    def __init__(self) -> None:
-        super().__init__()
-        prune.l1_unstructured(self.inner, "weight", amount=0.3)
+def pruned(block: Any) -> None:
+    prune.l1_unstructured(block.inner, "weight", amount=0.3)
 
 
 def round_trip(training: Training) -> None:
@@ -220,14 +212,14 @@ CONSTRUCTS = [
     Construct(
         "thaw-later",
         "a part unfrozen after some steps",
-        net(kind=StemFrozen),
+        net(change=lambda model: model.stem.requires_grad_(False)),
         step=thaws,
         optimizer=lambda m: optim.SGD(m.parameters(), lr=0.1),
     ),
     Construct(
         "thaw-into-a-group",
         "a part unfrozen after some steps, in a group that is added then",
-        net(kind=StemFrozen),
+        net(change=lambda model: model.stem.requires_grad_(False)),
         step=thaws_into_a_group,
         optimizer=lambda m: optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01),
     ),
@@ -301,7 +293,7 @@ CONSTRUCTS = [
     ),
     of_net("remove-block", "a block removed after zeroify", after=removes_block),
     of_net("reorder-blocks", "blocks in another order after zeroify", after=reorders_blocks),
-    Construct("pruned", "`prune.l1_unstructured` before zeroify", net(Pruned)),
+    Construct("pruned", "`prune.l1_unstructured` before zeroify", net(change=in_blocks(pruned))),
     of_net("patched-forward", "`block.forward` replaced after zeroify", after=patches_forward),
     of_net("swapped-class", "`block.__class__` replaced after zeroify", after=swaps_class),
     of_net(

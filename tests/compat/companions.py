@@ -29,7 +29,6 @@ def keep_teacher(training: Training) -> None:
 def distil(training: Training) -> None:
     """Mean teacher: a plain copy made before zeroify follows the model."""
     teacher = training.kept["teacher"]
-    training.optimizer.zero_grad()
 
     def loss(place: Place) -> Tensor:
         x, y = training.construct.batch(place)
@@ -37,7 +36,11 @@ def distil(training: Training) -> None:
         return F.mse_loss(out, y) + F.mse_loss(out, teacher(x))
 
     training.mean(loss).backward()
-    training.optimizer.step()
+
+
+def follow(training: Training) -> None:
+    plain_step(training)
+    teacher = training.kept["teacher"]
     with torch.no_grad(), training.whole(training.model):
         for mine, theirs in zip(teacher.parameters(), training.model.parameters(), strict=True):
             mine.lerp_(theirs, 0.2)
@@ -61,7 +64,6 @@ def against_other(training: Training) -> None:
 
 def through_other(training: Training) -> None:
     """A perceptual loss: the gradient passes through a plain network."""
-    training.optimizer.zero_grad()
     other = training.kept["other"]
 
     def loss(place: Place) -> Tensor:
@@ -71,7 +73,6 @@ def through_other(training: Training) -> None:
         return F.mse_loss(out, y) + F.mse_loss(seen, y)
 
     training.mean(loss).backward()
-    training.optimizer.step()
 
 
 class Adversaries(nn.Module):
@@ -137,7 +138,8 @@ CONSTRUCTS = [
     of_net(
         "mean-teacher",
         "an EMA teacher: a plain copy made before zeroify",
-        distil,
+        follow,
+        backward=distil,
         before=keep_teacher,
     ),
     of_net(
@@ -148,7 +150,10 @@ CONSTRUCTS = [
         remark="`gathered` around `update_parameters`",
     ),
     of_net(
-        "perceptual", "a loss through a plain frozen network", through_other, after=against_other
+        "perceptual",
+        "a loss through a plain frozen network",
+        backward=through_other,
+        after=against_other,
     ),
     Construct(
         "gan",

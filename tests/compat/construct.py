@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-TOLERANCE = (
-    1e-6  # of the largest magnitude in a tensor; the reason is in tests/equality/reference.py
-)
+# Of the largest magnitude in a tensor; the reason is in tests/equality/reference.py.
+TOLERANCE = 1e-6
 # Roundings to bf16: the ranks' factor comes before them in one process, after the sum in hpczero.
 BF16 = 1e-2
 M = TypeVar("M", bound=nn.Module)
@@ -124,8 +123,12 @@ def squared_error(model: nn.Module, batch: Batch) -> Tensor:
 def plain_step(training: Training) -> None:
     """As in every tutorial."""
     training.optimizer.zero_grad()
-    training.loss().backward()
+    training.construct.backward(training)
     training.optimizer.step()
+
+
+def plain_backward(training: Training) -> None:
+    training.loss().backward()
 
 
 def the_model(training: Training) -> nn.Module:
@@ -151,6 +154,7 @@ class Construct:
         batch: what a rank trains on at a place.
         loss: of a model on a batch.
         step: one step of training in the foreign manner.
+        backward: what the plain step does between ``zero_grad`` and ``optimizer.step``.
         optimizer: one for each part.
         parts: the models in ``build()`` that are sharded each by itself.
         before, after: what the user does with model and optimizer before zeroify, and after it.
@@ -172,6 +176,7 @@ class Construct:
     batch: Callable[[Place], Batch] = vectors
     loss: Callable[[Any, Batch], Tensor] = squared_error
     step: Callable[[Training], None] = plain_step
+    backward: Callable[[Training], None] = plain_backward
     optimizer: Callable[[nn.Module], Optimizer] = sgd
     parts: Callable[[nn.Module], list[nn.Module]] = one_part
     before: Callable[[Training], None] = nothing
@@ -230,19 +235,50 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.read(self.through(self.stem(x))))
+
+    def through(self, x: Any) -> Any:
+        """What comes out of the last block."""
         for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.head(x)
-        return y
+            x = self.call(block, x)
+        return x
+
+    def call(self, block: Any, x: Any) -> Any:
+        """One block; what comes out is given to the next one."""
+        return block(x)
+
+    def read(self, x: Any) -> Any:
+        """The tensor in it for the head."""
+        return x
 
 
 def net(
-    block: Callable[[], nn.Module] = Residual, kind: Callable[..., nn.Module] = Net
+    block: Callable[[], nn.Module] = Residual,
+    kind: Callable[..., nn.Module] = Net,
+    *,
+    change: Callable[[Any], object] = lambda model: None,
+    **methods: Callable[..., Any],
 ) -> Callable[[], nn.Module]:
-    """Builds ``kind`` of three ``block``."""
-    return lambda: seeded(lambda: kind(block))
+    """Builds ``kind`` of three ``block``, changed by ``change``; ``call`` and ``read`` stand for its methods."""
+
+    def build() -> nn.Module:
+        model = kind(block)
+        change(model)
+        model.__dict__.update(methods)
+        return model
+
+    return lambda: seeded(build)
+
+
+def in_blocks(change: Callable[[Any], object]) -> Callable[[Any], None]:
+    """For ``net``: changes each block."""
+
+    def each(model: Any) -> None:
+        for block in model.blocks:
+            change(block)
+
+    return each
 
 
 class Wrapper(nn.Module):

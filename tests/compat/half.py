@@ -20,7 +20,7 @@ from tests.compat import (
     recomputation,
     zeroing,
 )
-from tests.compat.construct import Construct, Net, Place, Training, net, vectors
+from tests.compat.construct import Construct, Net, Place, Training, net, of_net, vectors
 
 # Of the largest magnitude: a rounding to bf16 is 4e-3, to fp16 5e-4, and three steps have many of them.
 TOLERANCES = {"bf16": 5e-2, "fp16": 1e-2}
@@ -80,28 +80,16 @@ def given_twice(model: nn.Module, batch: Any) -> Tensor:
 
 def input_gradients(training: Training) -> None:
     """Gradients of inputs have no loss scale in them."""
-    training.optimizer.zero_grad()
     x, y = vectors(Place(0, training.step))
     x.requires_grad_()
     (slope,) = torch.autograd.grad(F.mse_loss(training.model(x), y), x)
     training.note(slope.norm())
     training.loss().backward()
-    training.optimizer.step()
 
 
-def leaf_gradients(training: Training) -> None:
-    """The same by backward: the input's own `.grad`."""
-    training.optimizer.zero_grad()
-    seen: list[Tensor] = []
-
-    def loss(place: Place) -> Tensor:
-        x, y = training.construct.batch(place)
-        if place.rank == 0:
-            seen.append(x.requires_grad_())
-        return F.mse_loss(training.model(x), y)
-
-    training.mean(loss).backward()
-    training.optimizer.step()
+def with_leaf(place: Place) -> Any:
+    x, y = vectors(place)
+    return x.requires_grad_(place.rank == 0), y
 
 
 OWN = [
@@ -117,10 +105,8 @@ OWN = [
         net(kind=SameContainer),
         loss=given_twice,
     ),
-    Construct(
-        "input-gradients", "`torch.autograd.grad` of inputs, logged", net(), step=input_gradients
-    ),
-    Construct("inputs-need-gradients", "inputs that need gradients", net(), step=leaf_gradients),
+    of_net("input-gradients", "`torch.autograd.grad` of inputs, logged", backward=input_gradients),
+    of_net("inputs-need-gradients", "inputs that need gradients", batch=with_leaf),
 ]
 
 

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.compat.construct import WIDTH, Construct, Net, Residual, Training, net, of_net
+from tests.compat.construct import (
+    WIDTH,
+    Construct,
+    Net,
+    Residual,
+    Training,
+    net,
+    of_net,
+    plain_step,
+)
 
 BOARD: list[Tensor] = []  # of the program: no module holds it
 
@@ -50,13 +59,9 @@ class PostsAll(Residual):
         BOARD.append(super().forward(x))
 
 
-class ReadsBoard(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            block(x)
-            x = BOARD.pop()
-        return self.head(x)
+def taken_from_board(block: Any, x: Tensor) -> Tensor:
+    block(x)
+    return BOARD.pop()
 
 
 def with_board(model: nn.Module, batch: Any) -> Tensor:
@@ -72,11 +77,11 @@ class CallsBack(Residual):
 
 
 class TakesCalls(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        found = [self.stem(x)]
+    def through(self, x: Any) -> Any:
+        found = [x]
         for block in self.blocks:
             block(found[-1], found.append)
-        return self.head(found[-1])
+        return found[-1]
 
 
 class ReturnsPartial(Residual):
@@ -84,27 +89,11 @@ class ReturnsPartial(Residual):
         return partial(torch.add, x, self.branch(x))
 
 
-class CallsPartials(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)()
-        return self.head(x)
-
-
 class ReturnsFuture(Residual):
     def forward(self, x: Tensor) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(super().forward(x))
         return future
-
-
-class AwaitsFutures(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x).wait()
-        return self.head(x)
 
 
 LOCAL: ContextVar[Any] = ContextVar("local")
@@ -115,13 +104,9 @@ class SetsContext(Residual):
         LOCAL.set(super().forward(x))
 
 
-class ReadsContext(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            block(x)
-            x = LOCAL.get()
-        return self.head(x)
+def from_context(block: Any, x: Tensor) -> Any:
+    block(x)
+    return LOCAL.get()
 
 
 class ManyOutputs(Residual):
@@ -134,26 +119,18 @@ class ManyOutputs(Residual):
         ]
 
 
-class TakesMany(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = torch.stack([each["element"] for each in block(x)][::100]).view(4, WIDTH)
-        return self.head(x)
+def elements_of(block: Any, x: Tensor) -> Tensor:
+    return torch.stack([each["element"] for each in block(x)][::100]).view(4, WIDTH)
 
 
 class InThread(Net):
     """One of the blocks runs in a thread of the program's."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for index, block in enumerate(self.blocks):
-            if index == 1:
-                with ThreadPoolExecutor(1) as pool:
-                    x = pool.submit(block, x).result()
-            else:
-                x = block(x)
-        return self.head(x)
+    def call(self, block: Any, x: Any) -> Any:
+        if block is not self.blocks[1]:
+            return block(x)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(block, x).result()
 
 
 class AllInThread(Net):
@@ -164,24 +141,15 @@ class AllInThread(Net):
 
 def step_in_thread(training: Training) -> None:
     """Forward, backward and step on a thread that is not the first."""
-
-    def run() -> None:
-        training.optimizer.zero_grad()
-        training.loss().backward()
-        training.optimizer.step()
-
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=plain_step, args=(training,))
     thread.start()
     thread.join()
 
 
 def backward_in_thread(training: Training) -> None:
-    training.optimizer.zero_grad()
-    loss = training.loss()
-    thread = threading.Thread(target=loss.backward)
+    thread = threading.Thread(target=training.loss().backward)
     thread.start()
     thread.join()
-    training.optimizer.step()
 
 
 class Equilibrium(nn.Module):
@@ -275,22 +243,24 @@ CONSTRUCTS = [
     Construct(
         "posts-all",
         "a block's only output, appended to a list of the program's",
-        net(PostsAll, ReadsBoard),
+        net(PostsAll, call=taken_from_board),
     ),
     Construct("calls-back", "a block gives its output to a callback", net(CallsBack, TakesCalls)),
     Construct(
         "partial-output",
         "a block returns a `functools.partial`",
-        net(ReturnsPartial, CallsPartials),
+        net(ReturnsPartial, call=lambda block, x: block(x)()),
     ),
     Construct(
         "future-output",
         "a block returns a `torch.futures.Future`",
-        net(ReturnsFuture, AwaitsFutures),
+        net(ReturnsFuture, call=lambda block, x: block(x).wait()),
     ),
-    Construct("context-variable", "a block sets a `ContextVar`", net(SetsContext, ReadsContext)),
     Construct(
-        "many-outputs", "a block returns 2,400 dicts of tensors", net(ManyOutputs, TakesMany)
+        "context-variable", "a block sets a `ContextVar`", net(SetsContext, call=from_context)
+    ),
+    Construct(
+        "many-outputs", "a block returns 2,400 dicts of tensors", net(ManyOutputs, call=elements_of)
     ),
     Construct("block-in-thread", "a block runs in a thread", net(kind=InThread)),
     Construct(
@@ -299,7 +269,7 @@ CONSTRUCTS = [
         net(kind=AllInThread),
     ),
     of_net("step-in-thread", "the whole step runs in a thread", step_in_thread),
-    of_net("backward-in-thread", "backward runs in a thread", backward_in_thread),
+    of_net("backward-in-thread", "backward runs in a thread", backward=backward_in_thread),
     Construct(
         "equilibrium",
         "a deep equilibrium: `autograd.grad` inside a backward hook",

@@ -36,23 +36,27 @@ def changes_output(block: nn.Module, training: Training) -> None:
     block.register_forward_hook(lambda module, args, output: output * 0.9)
 
 
-def collects_outputs(block: nn.Module, training: Training) -> None:
+def collects_outputs(block: Any, training: Training) -> None:
     """Feature extraction: activations of each block, used in the loss."""
     seen = training.kept.setdefault("seen", [])
     block.register_forward_hook(lambda module, args, output: seen.append(output))
 
 
-def with_collected(training: Training) -> None:
-    training.optimizer.zero_grad()
+def with_seen(combine: Callable[[Tensor, list[Tensor]], Tensor]) -> Callable[[Training], None]:
+    """A backward of the loss and what hooks have seen in its forward."""
 
-    def loss(place: Any) -> Tensor:
-        training.kept["seen"].clear()
-        value = training.construct.loss(training.model, training.construct.batch(place))
-        return value + 0.1 * torch.stack(training.kept["seen"]).square().mean()
+    def backward(training: Training) -> None:
+        seen = training.kept["seen"]
 
-    training.mean(loss).backward()
-    training.kept["seen"].clear()
-    training.optimizer.step()
+        def loss(place: Any) -> Tensor:
+            seen.clear()
+            value = training.construct.loss(training.model, training.construct.batch(place))
+            return combine(value, seen)
+
+        training.mean(loss).backward()
+        seen.clear()
+
+    return backward
 
 
 def changes_gradient(block: nn.Module, training: Training) -> None:
@@ -80,10 +84,8 @@ def reads_parameters(training: Training) -> None:
 
 
 def noting_calls(training: Training) -> None:
-    training.optimizer.zero_grad()
     training.loss().backward()
     training.note(training.kept["seen"] > 0)
-    training.optimizer.step()
 
 
 def after_accumulation(training: Training) -> None:
@@ -140,12 +142,10 @@ def retains(block: nn.Module, training: Training) -> None:
 
 
 def reading_retained(training: Training) -> None:
-    training.optimizer.zero_grad()
     training.kept["seen"].clear()
     training.loss().backward()
     assert all(output.grad is not None for output in training.kept["seen"])
     training.note(len(training.kept["seen"]) > 0)
-    training.optimizer.step()
 
 
 def on_optimizer(training: Training) -> None:
@@ -176,40 +176,16 @@ def reads_weight_in_hook(block: nn.Module, training: Training) -> None:
     )
 
 
-def penalised(training: Training) -> None:
-    training.optimizer.zero_grad()
-
-    def loss(place: Any) -> Tensor:
-        training.kept["seen"].clear()
-        value = training.construct.loss(training.model, training.construct.batch(place))
-        return value + 0.01 * torch.stack(training.kept["seen"]).sum()
-
-    training.mean(loss).backward()
-    training.optimizer.step()
-
-
 def keeps_one_feature(training: Training) -> None:
-    seen = training.kept.setdefault("seen", [])
-    inner = training.model.blocks[1].inner
-    inner.register_forward_hook(lambda module, args, output: seen.append(output))
-
-
-def with_one_feature(training: Training) -> None:
-    training.optimizer.zero_grad()
-
-    def loss(place: Any) -> Tensor:
-        training.kept["seen"].clear()
-        training.construct.loss(training.model, training.construct.batch(place))
-        return training.kept["seen"][0].square().mean()
-
-    training.mean(loss).backward()
-    training.optimizer.step()
+    collects_outputs(training.model.blocks[1].inner, training)
 
 
 def keeps_one_block(training: Training) -> None:
-    seen = training.kept.setdefault("seen", [])
-    block = training.model.blocks[1]
-    block.register_forward_hook(lambda module, args, output: seen.append(output))
+    collects_outputs(training.model.blocks[1], training)
+
+
+def of_what_was_seen(loss: Tensor, seen: list[Tensor]) -> Tensor:
+    return seen[0].square().mean()
 
 
 def both(name: str, says: str, hook: Hooking, **more: Any) -> list[Construct]:
@@ -231,7 +207,7 @@ CONSTRUCTS = [
         "feature-hook",
         "a forward hook that keeps outputs for the loss",
         on_blocks(collects_outputs),
-        step=with_collected,
+        backward=with_seen(lambda loss, seen: loss + 0.1 * torch.stack(seen).square().mean()),
     ),
     *both(
         "backward-hook",
@@ -244,14 +220,14 @@ CONSTRUCTS = [
         "retain-grad",
         "`output.retain_grad()` in a forward hook",
         on_blocks(retains),
-        step=reading_retained,
+        backward=reading_retained,
     ),
     *both("parameter-hook", "`parameter.register_hook` that scales", scales_parameters),
     *both(
         "parameter-hook-reads",
         "`parameter.register_hook` that looks",
         reads_parameters,
-        step=noting_calls,
+        backward=noting_calls,
     ),
     *both(
         "post-accumulate",
@@ -263,14 +239,14 @@ CONSTRUCTS = [
         "post-accumulate-counts",
         "a post-accumulate hook that looks at `p.grad`",
         counting_after_accumulation,
-        step=noting_calls,
+        backward=noting_calls,
     ),
-    *both("hooks-everywhere", "hooks on every module", on_everything, step=noting_calls),
+    *both("hooks-everywhere", "hooks on every module", on_everything, backward=noting_calls),
     *both(
         "weight-in-hook",
         "a forward hook that reads its block's weight for the loss",
         on_blocks(reads_weight_in_hook),
-        step=penalised,
+        backward=with_seen(lambda loss, seen: loss + 0.01 * torch.stack(seen).sum()),
         later=SHARDED,
     ),
     *both("optimizer-hook", "`optimizer.register_step_post_hook`", on_optimizer),
@@ -278,13 +254,13 @@ CONSTRUCTS = [
         "one-block-hook",
         "a forward hook keeps one block's output, and the loss is made of that alone",
         keeps_one_block,
-        step=with_one_feature,
+        backward=with_seen(of_what_was_seen),
     ),
     *both(
         "one-feature-hook",
         "a forward hook inside one block keeps the only output that the loss is made of",
         keeps_one_feature,
-        step=with_one_feature,
+        backward=with_seen(of_what_was_seen),
     ),
     of_net(
         "optimizer-in-backward",

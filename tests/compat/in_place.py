@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -21,12 +23,11 @@ class InPlaceAddWithoutReturn(Residual):
 
 
 class TrustsInPlace(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.stem(x)) * 1.5
+    def through(self, x: Any) -> Any:
+        h = torch.tanh(x) * 1.5
         for block in self.blocks:
             block(h)
-        y: Tensor = self.head(h)
-        return y
+        return h
 
 
 class FillsColumn(Residual):
@@ -35,13 +36,11 @@ class FillsColumn(Residual):
 
 
 class FilledByBlocks(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
+    def through(self, x: Any) -> Any:
         out = torch.zeros(len(self.blocks), *x.shape)
         for i, block in enumerate(self.blocks):
             block(x, out, i)
-        y: Tensor = self.head(out.prod(0) + out.sum(0))
-        return y
+        return out.prod(0) + out.sum(0)
 
 
 class InPlaceActivation(nn.Sequential):
@@ -49,14 +48,9 @@ class InPlaceActivation(nn.Sequential):
         super().__init__(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
-class ReadsAfterwards(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            h = x * 1.5
-            x = block(h) + h  # h went through the block's ReLU
-        y: Tensor = self.head(x)
-        return y
+def read_afterwards(block: Any, x: Tensor) -> Any:
+    h = x * 1.5
+    return block(h) + h  # h went through the block's ReLU
 
 
 class ScalesElement(Residual):
@@ -66,13 +60,11 @@ class ScalesElement(Residual):
 
 
 class ScaledInList(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
+    def through(self, x: Any) -> Any:
         h = x * 2.0
         for block in self.blocks:
             block([h, x])
-        y: Tensor = self.head(h)
-        return y
+        return h
 
 
 CONSTRUCTS = [
@@ -88,7 +80,7 @@ CONSTRUCTS = [
     Construct(
         "in-place-activation",
         "`nn.ReLU(inplace=True)` on a block's input, which the caller reads afterwards",
-        net(InPlaceActivation, ReadsAfterwards),
+        net(InPlaceActivation, call=read_afterwards),
     ),
     Construct(
         "in-place-in-list",

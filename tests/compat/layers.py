@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from tests.compat.construct import WIDTH, Construct, Net, Place, Residual, net, seeded
+from tests.compat.construct import WIDTH, Construct, Net, Place, Residual, net
 
 
 class Around(nn.Module):
@@ -99,12 +99,10 @@ class PackedBlock(nn.Module):
 
 
 class PackedNet(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)[:, None].expand(4, 3, WIDTH)
-        sequence = pack_padded_sequence(h, torch.tensor([3, 3, 2, 1]), batch_first=True)
-        for block in self.blocks:
-            sequence = block(sequence)
-        return self.head(pad_packed_sequence(sequence, batch_first=True)[0].mean(1))
+    def through(self, x: Any) -> Any:
+        rows = x[:, None].expand(4, 3, WIDTH)
+        given = pack_padded_sequence(rows, torch.tensor([3, 3, 2, 1]), batch_first=True)
+        return pad_packed_sequence(super().through(given), batch_first=True)[0].mean(1)
 
 
 def words(place: Place) -> tuple[Tensor, Tensor]:
@@ -113,23 +111,19 @@ def words(place: Place) -> tuple[Tensor, Tensor]:
 
 
 class Words(Net):
-    def __init__(
-        self,
-        block: Callable[[], nn.Module] = Residual,
-        table: Callable[[], nn.Module] | None = None,
-    ) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = Residual) -> None:
         super().__init__(block)
-        self.stem = table() if table else nn.Embedding(7, WIDTH, padding_idx=0)
+        self.stem = nn.Embedding(7, WIDTH, padding_idx=0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h.mean(1) if h.dim() == 3 else h)
+    def read(self, x: Any) -> Any:
+        return x.mean(1) if x.dim() == 3 else x
 
 
 def of_words(name: str, says: str, table: Callable[[], nn.Module], **more: Any) -> Construct:
-    return Construct(name, says, lambda: seeded(lambda: Words(table=table)), batch=words, **more)
+    def change(model: Any) -> None:
+        model.stem = table()
+
+    return Construct(name, says, net(kind=Words, change=change), batch=words, **more)
 
 
 def batch_first_transformer() -> nn.Module:

@@ -14,42 +14,32 @@ from tests.compat.construct import Training, of_net, plain_step
 
 def loss_that_needs_none(training: Training) -> None:
     """An evaluation before the step, under no_grad."""
-    training.optimizer.zero_grad()
     with torch.no_grad():
         training.model.eval()
         training.loss()
         training.model.train()
     training.loss().backward()
-    training.optimizer.step()
 
 
 def accumulate(training: Training) -> None:
-    training.optimizer.zero_grad()
     for micro in range(3):
         (training.loss(micro) / 3).backward()
-    training.optimizer.step()
 
 
 def retained_twice(training: Training) -> None:
-    training.optimizer.zero_grad()
     loss = training.loss()
     loss.backward(retain_graph=True)
     (0.5 * loss).backward()
-    training.optimizer.step()
 
 
 def two_losses_two_backwards(training: Training) -> None:
-    training.optimizer.zero_grad()
     first, second = training.loss(0), training.loss(1)
     first.backward()
     second.backward()
-    training.optimizer.step()
 
 
 def two_losses_one_backward(training: Training) -> None:
-    training.optimizer.zero_grad()
     torch.autograd.backward([training.loss(0), training.loss(1)])
-    training.optimizer.step()
 
 
 def with_closure(training: Training) -> None:
@@ -120,9 +110,7 @@ def scheduled(make: Callable[[Any], Any], *, by_loss: bool = False) -> dict[str,
         training.kept["scheduler"] = make(training.optimizer)
 
     def step(training: Training) -> None:
-        training.optimizer.zero_grad()
-        training.loss().backward()
-        training.optimizer.step()
+        plain_step(training)
         training.kept["scheduler"].step(*([1.0] if by_loss else []))
         training.note(training.optimizer.param_groups[0]["lr"])
 
@@ -132,12 +120,20 @@ def scheduled(make: Callable[[Any], Any], *, by_loss: bool = False) -> dict[str,
 schedulers = torch.optim.lr_scheduler
 CONSTRUCTS = [
     of_net(
-        "evaluate-between", "an evaluation under `no_grad` before each step", loss_that_needs_none
+        "evaluate-between",
+        "an evaluation under `no_grad` before each step",
+        backward=loss_that_needs_none,
     ),
-    of_net("accumulation", "three backward calls, one step", accumulate),
-    of_net("retain-graph", "two backward calls on one graph", retained_twice),
-    of_net("two-losses", "two forwards, then two backward calls", two_losses_two_backwards),
-    of_net("two-losses-together", "`torch.autograd.backward([a, b])`", two_losses_one_backward),
+    of_net("accumulation", "three backward calls, one step", backward=accumulate),
+    of_net("retain-graph", "two backward calls on one graph", backward=retained_twice),
+    of_net(
+        "two-losses", "two forwards, then two backward calls", backward=two_losses_two_backwards
+    ),
+    of_net(
+        "two-losses-together",
+        "`torch.autograd.backward([a, b])`",
+        backward=two_losses_one_backward,
+    ),
     of_net(
         "closure",
         "`optimizer.step(closure)`",
@@ -160,12 +156,7 @@ CONSTRUCTS = [
         remark="one optimizer, made before zeroify",
     ),
     of_net("disabled-scaler", "`GradScaler(enabled=False)` around all", scaled_by_disabled_scaler),
-    of_net(
-        "parameter-groups",
-        "groups with their own options",
-        plain_step,
-        optimizer=groups,
-    ),
+    of_net("parameter-groups", "groups with their own options", optimizer=groups),
     of_net(
         "one-cycle",
         "`OneCycleLR`",

@@ -92,26 +92,18 @@ def wraps(wrap: Callable[[Tensor], Any]) -> type[Residual]:
     return Wraps
 
 
-class Unwraps(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.head(x.h)
-        return y
+def h_of(x: Any) -> Tensor:
+    h: Tensor = x.h
+    return h
 
 
-class OneBlockThrice(Unwraps):
+class OneBlockThrice(Net):
     """Weights shared by three calls of one block."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for _ in range(3):
-            x = self.blocks[0](x)
-        for block in self.blocks[1:]:
+    def through(self, x: Any) -> Any:
+        for block in [self.blocks[0]] * 3 + [*self.blocks[1:]]:
             x = block(x)
-        y: Tensor = self.head(x.h)
-        return y
+        return x
 
 
 class KeepsLoss(Residual):
@@ -132,14 +124,10 @@ class OutputOnAttribute(Residual):
         self.output = super().forward(x)
 
 
-class ReadsAttributes(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            block(x)
-            x = block.output
-        y: Tensor = self.head(x)
-        return y
+def its_output(block: Any, x: Tensor) -> Tensor:
+    block(x)
+    y: Tensor = block.output
+    return y
 
 
 class KeepsModelLoss(Net):
@@ -159,12 +147,11 @@ class WritesBoard(Residual):
 
 
 class Blackboard(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        board = SimpleNamespace(h=self.stem(x))
+    def through(self, x: Any) -> Any:
+        board = SimpleNamespace(h=x)
         for block in self.blocks:
             block(board)
-        y: Tensor = self.head(board.h)
-        return y
+        return board.h
 
 
 class Generates(Residual):
@@ -175,43 +162,16 @@ class Generates(Residual):
             yield part + self.branch(part)
 
 
-class Iterates(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = torch.cat(list(block(x)))
-        y: Tensor = self.head(x)
-        return y
-
-
 class Postpones(Residual):
     def forward(self, x: Tensor) -> Callable[[], Tensor]:
         y = self.branch(x)
         return lambda: x + y
 
 
-class CallsLater(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)()
-        y: Tensor = self.head(x)
-        return y
-
-
 class Gaussian(Residual):
     def forward(self, x: Tensor) -> Normal:
         y = self.branch(x)
         return Normal(x + y, F.softplus(y) + 0.1, validate_args=False)
-
-
-class Samples(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x).rsample()
-        y: Tensor = self.head(x)
-        return y
 
 
 class DistributionModel(Net):
@@ -246,29 +206,15 @@ class ViewOut(Residual):
         return super().forward(x).view(2, 2, WIDTH)[:, :, :].transpose(0, 1)
 
 
-class FlattensViews(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-            x *= 0.9  # a view, changed in place by the caller
-            x = x.reshape(4, WIDTH)
-        y: Tensor = self.head(x)
-        return y
+def flattened(block: Any, x: Tensor) -> Tensor:
+    y = block(x)
+    y *= 0.9  # a view, changed in place by the caller
+    return y.reshape(4, WIDTH)
 
 
 class ReturnsInput(Residual):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, self.branch(x)
-
-
-class SumsPairs(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = sum(block(x))
-        y: Tensor = self.head(x)
-        return y
 
 
 class Nested(Residual):
@@ -277,12 +223,9 @@ class Nested(Residual):
         return {"out": [{"h": super().forward(x)}, None, 3], "name": "nested"}
 
 
-class ReadsNested(Net):
+class ReturnsNested(Net):
     def forward(self, x: Tensor) -> Any:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return {"predictions": (self.head(x["out"][0]["h"]),)}
+        return {"predictions": (super().forward(x),)}
 
 
 def of_nested(model: nn.Module, batch: Any) -> Tensor:
@@ -294,17 +237,8 @@ class UnusedOutput(Residual):
         return super().forward(x), self.inner(x).sum()
 
 
-class DropsOutput(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x, _ = block(x)
-        y: Tensor = self.head(x)
-        return y
-
-
 def in_wrapper(name: str, says: str, wrap: Callable[[Tensor], Any]) -> Construct:
-    return Construct(name, f"a block returns {says}", net(wraps(wrap), Unwraps))
+    return Construct(name, f"a block returns {says}", net(wraps(wrap), read=h_of))
 
 
 CONSTRUCTS = [
@@ -327,12 +261,12 @@ CONSTRUCTS = [
     Construct(
         "shared-block-dataclass",
         "one block called three times, returning a dataclass",
-        net(wraps(State), OneBlockThrice),
+        net(wraps(State), OneBlockThrice, read=h_of),
     ),
     Construct(
         "shared-block-object",
         "one block called three times, returning an object",
-        net(wraps(Plain), OneBlockThrice),
+        net(wraps(Plain), OneBlockThrice, read=h_of),
     ),
     Construct(
         "loss-on-block-attribute",
@@ -342,7 +276,7 @@ CONSTRUCTS = [
     Construct(
         "output-on-attribute",
         "a block returns nothing and leaves its output on an attribute",
-        net(OutputOnAttribute, ReadsAttributes),
+        net(OutputOnAttribute, call=its_output),
     ),
     Construct(
         "loss-on-model-attribute",
@@ -358,19 +292,19 @@ CONSTRUCTS = [
     Construct(
         "generator-output",
         "a block is a generator: its body runs while the caller iterates",
-        net(Generates, Iterates),
+        net(Generates, call=lambda block, x: torch.cat(list(block(x)))),
         **SHARDED,
         remark="return a list",
     ),
     Construct(
         "closure-output",
         "a block returns a function that holds its result",
-        net(Postpones, CallsLater),
+        net(Postpones, call=lambda block, x: block(x)()),
     ),
     Construct(
         "distribution-block",
         "a block returns a `torch.distributions.Normal`",
-        net(Gaussian, Samples),
+        net(Gaussian, call=lambda block, x: block(x).rsample()),
     ),
     Construct(
         "distribution-model",
@@ -379,20 +313,26 @@ CONSTRUCTS = [
         loss=likelihood,
     ),
     Construct("tensor-subclass-output", "a block returns a tensor subclass", net(Marks)),
-    Construct("module-output", "a block returns itself", net(ReturnsItself, Unwraps)),
+    Construct("module-output", "a block returns itself", net(ReturnsItself, read=h_of)),
     Construct(
         "view-output",
         "a block returns a view, which the caller changes in place",
-        net(ViewOut, FlattensViews),
+        net(ViewOut, call=flattened),
     ),
     Construct(
-        "returns-input", "a block returns its input beside its output", net(ReturnsInput, SumsPairs)
+        "returns-input",
+        "a block returns its input beside its output",
+        net(ReturnsInput, call=lambda block, x: sum(block(x))),
     ),
     Construct(
         "nested-output",
         "tensors nested in dicts and lists among other things",
-        net(Nested, ReadsNested),
+        net(Nested, ReturnsNested, read=lambda x: x["out"][0]["h"]),
         loss=of_nested,
     ),
-    Construct("unused-output", "one of two outputs goes unused", net(UnusedOutput, DropsOutput)),
+    Construct(
+        "unused-output",
+        "one of two outputs goes unused",
+        net(UnusedOutput, call=lambda block, x: block(x)[0]),
+    ),
 ]

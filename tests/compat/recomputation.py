@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,12 +14,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from tests.compat.construct import Construct, Net, Residual, net
 
 
-class CheckpointsBlocks(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
+def checkpointed(block: Any, x: Tensor, *, use_reentrant: bool = False) -> Any:
+    return checkpoint(block, x, use_reentrant=use_reentrant)
 
 
 class CheckpointsInside(Residual):
@@ -43,37 +42,22 @@ class CheckpointsWhole(Net):
 
 
 class CheckpointsSequence(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        layers = nn.Sequential(*self.blocks)
-        return self.head(checkpoint_sequential(layers, 2, self.stem(x), use_reentrant=False))
+    def through(self, x: Any) -> Any:
+        return checkpoint_sequential(nn.Sequential(*self.blocks), 2, x, use_reentrant=False)
 
 
-class CheckpointsDropout(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(lambda h, block=block: F.dropout(block(h), 0.3), x, use_reentrant=False)
-        return self.head(x)
+def with_dropout(block: Any, x: Tensor) -> Any:
+    return checkpoint(lambda h: F.dropout(block(h), 0.3), x, use_reentrant=False)
 
 
 class CheckpointsDict(Net):
     """What goes through the checkpoint is a dict that the block changes."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        state = {"h": self.stem(x)}
-        for block in self.blocks:
-            state = checkpoint(
-                lambda s, block=block: {"h": block(s["h"])}, state, use_reentrant=False
-            )
-        return self.head(state["h"])
+    def through(self, x: Any) -> Any:
+        return super().through({"h": x})["h"]
 
-
-class OldCheckpoints(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return self.head(x)
+    def call(self, block: Any, x: Any) -> Any:
+        return checkpoint(lambda state: {"h": block(state["h"])}, x, use_reentrant=False)
 
 
 class Offloads(Net):
@@ -92,7 +76,7 @@ class PacksSaved(Net):
 
 CONSTRUCTS = [
     Construct(
-        "checkpoint-blocks", "`checkpoint(block, x)` around each block", net(kind=CheckpointsBlocks)
+        "checkpoint-blocks", "`checkpoint(block, x)` around each block", net(call=checkpointed)
     ),
     Construct("checkpoint-inside", "a checkpoint inside each block", net(CheckpointsInside)),
     Construct(
@@ -101,7 +85,7 @@ CONSTRUCTS = [
     Construct(
         "checkpoint-nested-outside",
         "the same in a checkpoint around each block",
-        net(Outer, CheckpointsBlocks),
+        net(Outer, call=checkpointed),
     ),
     Construct(
         "checkpoint-whole",
@@ -116,7 +100,7 @@ CONSTRUCTS = [
     Construct(
         "checkpoint-dropout",
         "dropout in a checkpoint: the same mask again",
-        net(kind=CheckpointsDropout),
+        net(call=with_dropout),
     ),
     Construct(
         "checkpoint-dict",
@@ -126,7 +110,7 @@ CONSTRUCTS = [
     Construct(
         "checkpoint-reentrant",
         "`checkpoint(..., use_reentrant=True)`",
-        net(kind=OldCheckpoints),
+        net(call=partial(checkpointed, use_reentrant=True)),
         refused="use_reentrant=False",
         remark="`use_reentrant=False`",
     ),

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.compat.construct import SHARDED, Place, Training, of_net, plain_step, vectors
+from tests.compat.construct import SHARDED, Training, of_net, plain_step, squared_error, vectors
 
 
 def copied_after(training: Training) -> None:
@@ -54,15 +55,8 @@ def clip_weights(training: Training) -> None:
             parameter.clamp_(-0.4, 0.4)
 
 
-def l2_penalty(training: Training) -> None:
-    training.optimizer.zero_grad()
-
-    def loss(place: Place) -> Tensor:
-        value = training.construct.loss(training.model, training.construct.batch(place))
-        return value + 0.01 * sum(p.square().sum() for p in training.model.parameters())
-
-    training.mean(loss).backward()
-    training.optimizer.step()
+def l2_penalty(model: nn.Module, batch: Any) -> Tensor:
+    return squared_error(model, batch) + 0.01 * sum(p.square().sum() for p in model.parameters())
 
 
 def moves_nowhere(training: Training) -> None:
@@ -112,7 +106,7 @@ CONSTRUCTS = [
     of_net(
         "l2-penalty",
         "an L2 penalty over `model.parameters()`",
-        l2_penalty,
+        loss=l2_penalty,
         **SHARDED,
         remark="weight decay",
     ),

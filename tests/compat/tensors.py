@@ -20,14 +20,6 @@ class ComplexBlock(Residual):
         return torch.complex(self.branch(z.real), self.branch(z.imag)) * torch.exp(1j * z.real)
 
 
-class ComplexNet(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.abs())
-
-
 class ComplexWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -128,12 +120,9 @@ class Nested(Residual):
 
 
 class NestedNet(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        x = torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 1, 4]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.values())
+    def through(self, x: Any) -> Any:
+        nested = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4]))
+        return super().through(nested).values()
 
 
 class Doubles(Residual):
@@ -175,12 +164,8 @@ class TakesNumbers(Residual):
         return act(self.branch(x) * scale).to(kind).view(shape) + x
 
 
-class PassesNumbers(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x, 0.5, "gelu", torch.float32, F.gelu, (4, WIDTH), size=x.shape)
-        return self.head(x)
+def with_numbers(block: Any, x: Tensor) -> Any:
+    return block(x, 0.5, "gelu", torch.float32, F.gelu, (4, WIDTH), size=x.shape)
 
 
 class IntegerIO(nn.Module):
@@ -196,23 +181,14 @@ class IntegerIO(nn.Module):
         return x + 0.3 * self.codes[nearest], nearest
 
 
-class Quantises(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x[0])
-
-
 class EarlyExit(Net):
     """A branch on a value that is the same on all ranks."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
+    def through(self, x: Any) -> Any:
         for index, block in enumerate(self.blocks):
             if index < 2 or x.dim() > 2:
                 x = block(x)
-        return self.head(x)
+        return x
 
 
 class EmptyBatch(Residual):
@@ -220,9 +196,15 @@ class EmptyBatch(Residual):
         return x + self.branch(x)[:0].sum() + self.branch(x[:0]).sum() + 0.5 * self.branch(x)
 
 
+def with_integers(model: Any) -> None:
+    model.steps = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+
+
 CONSTRUCTS = [
     Construct(
-        "complex-activations", "complex activations between blocks", net(ComplexBlock, ComplexNet)
+        "complex-activations",
+        "complex activations between blocks",
+        net(ComplexBlock, read=lambda x: x.abs()),
     ),
     Construct(
         "complex-weights",
@@ -259,12 +241,12 @@ CONSTRUCTS = [
     Construct(
         "other-arguments",
         "floats, strings, dtypes, functions and shapes as arguments",
-        net(TakesNumbers, PassesNumbers),
+        net(TakesNumbers, call=with_numbers),
     ),
     Construct(
         "integer-outputs",
         "integers among the outputs (codes of a quantiser)",
-        net(IntegerIO, Quantises),
+        net(IntegerIO, read=lambda x: x[0]),
     ),
     Construct("block-skipped", "a block that all ranks skip", net(kind=EarlyExit)),
     Construct("empty-batch", "a batch of no samples inside a block", net(EmptyBatch)),
@@ -279,13 +261,8 @@ CONSTRUCTS = [
     Construct(
         "integer-parameter",
         "an int64 parameter",
-        lambda: _with_integers(seeded(Net)),
+        net(change=with_integers),
         refused="only floating-point numbers can be sharded",
         remark="a buffer",
     ),
 ]
-
-
-def _with_integers(model: Net) -> Net:
-    model.steps = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-    return model

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,73 +11,54 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from tests.compat.construct import WIDTH, Construct, Net, Residual, net, seeded
+from tests.compat.construct import WIDTH, Construct, Net, Residual, in_blocks, net
 from tests.compat.layers import Words, words
 
 
-class Tied(Words):
+def tie(model: Any) -> None:
     """Tokens in, tokens out, one table."""
-
-    def __init__(self, block: Callable[[], nn.Module] = Residual) -> None:
-        super().__init__(block)
-        self.head = nn.Linear(WIDTH, 7, bias=False)
-        self.head.weight = self.stem.weight
+    model.head = nn.Linear(WIDTH, 7, bias=False)
+    model.head.weight = model.stem.weight
 
 
 def next_word(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[0][:, 0])
 
 
-class TiedBlocks(Net):
-    """Blocks that share one layer."""
-
-    def __init__(self, block: Callable[[], nn.Module] = Residual) -> None:
-        super().__init__(block)
-        for other in self.blocks[1:]:
-            other.inner = self.blocks[0].inner
+def share_layer(model: Any) -> None:
+    for other in model.blocks[1:]:
+        other.inner = model.blocks[0].inner
 
 
 class Universal(Net):
     """One block, as often as there are layers: ALBERT, Universal Transformer."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for _ in range(4):
-            x = self.blocks[0](x)
-        for block in self.blocks[1:]:
+    def through(self, x: Any) -> Any:
+        for block in [self.blocks[0]] * 4 + [*self.blocks[1:]]:
             x = block(x)
-        return self.head(x)
+        return x
 
 
-class SameBlockInList(Net):
-    def __init__(self, block: Callable[[], nn.Module] = Residual) -> None:
-        super().__init__(block)
-        self.blocks = nn.ModuleList([self.blocks[0], self.blocks[1], self.blocks[0]])
+def list_block_twice(model: Any) -> None:
+    model.blocks = nn.ModuleList([model.blocks[0], model.blocks[1], model.blocks[0]])
 
 
-class Frozen(Net):
-    def __init__(self, block: Callable[[], nn.Module] = Residual) -> None:
-        super().__init__(block)
-        self.stem.requires_grad_(False)
-        self.blocks[:2].requires_grad_(False)
+def freeze(model: Any) -> None:
+    model.stem.requires_grad_(False)
+    model.blocks[:2].requires_grad_(False)
 
 
-class FrozenBelow(Frozen):
+class WithoutGradBelow(Net):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            x = self.stem(x)
-            for block in self.blocks[:2]:
-                x = block(x)
+            x = self.blocks[1](self.blocks[0](self.stem(x)))
         return self.head(self.blocks[2](x))
 
 
-class BiasOnly(Net):
+def train_biases(model: Any) -> None:
     """BitFit: frozen weights beside trained biases in each layer."""
-
-    def __init__(self, block: Callable[[], nn.Module] = Residual) -> None:
-        super().__init__(block)
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_("bias" in name or name.startswith("head"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("bias" in name or name.startswith("head"))
 
 
 class Adapter(nn.Module):
@@ -96,15 +76,12 @@ class Adapter(nn.Module):
 class Unused(Net):
     """A block that no forward uses, and a parameter that nothing uses."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Residual) -> None:
-        super().__init__(block)
-        self.spare = nn.Parameter(torch.ones(5))
+    def through(self, x: Any) -> Any:
+        return self.blocks[1](self.blocks[0](x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks[:2]:
-            x = block(x)
-        return self.head(x)
+
+def add_spare(model: Any) -> None:
+    model.spare = nn.Parameter(torch.ones(5))
 
 
 class ParameterContainers(nn.Module):
@@ -149,30 +126,14 @@ def initialized_lazy() -> nn.Module:
     return model
 
 
-class WeightNorm(Residual):
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.weight_norm(self.inner)
+def weight_norm_of_old(block: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(block.inner)
 
 
-class OldWeightNorm(Residual):
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            nn.utils.weight_norm(self.inner)
-
-
-class Orthogonal(Residual):
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.orthogonal(self.outer, orthogonal_map="cayley")
-
-
-class SpectralNorm(Residual):
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.spectral_norm(self.inner)
+def orthogonal(block: Any) -> None:
+    parametrizations.orthogonal(block.outer, orthogonal_map="cayley")
 
 
 class CountsCalls(Residual):
@@ -230,28 +191,26 @@ class RenormedLinear(nn.Linear):
         return super().forward(x)
 
 
-class RenormedBranch(Residual):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = RenormedLinear(WIDTH, WIDTH + 1)
+def renorm(block: Any) -> None:
+    block.inner = RenormedLinear(WIDTH, WIDTH + 1)
 
 
 CONSTRUCTS = [
     Construct(
         "tied-weights",
         "embedding and head share one weight",
-        lambda: seeded(Tied),
+        net(kind=Words, change=tie),
         batch=words,
         loss=next_word,
     ),
     Construct(
         "renormed-in-forward",
         "`self.weight.data = torch.renorm(self.weight.data, ...)` in forward",
-        net(RenormedBranch),
+        net(change=in_blocks(renorm)),
         refused="got new memory since zeroify",
         remark="renormalise inside `gathered(model, modifier_rank=0)` after the step",
     ),
-    Construct("tied-layers", "blocks share a layer", net(kind=TiedBlocks)),
+    Construct("tied-layers", "blocks share a layer", net(change=share_layer)),
     Construct(
         "weights-shared-in-time",
         "one block called four times (ALBERT, Universal Transformer)",
@@ -260,13 +219,21 @@ CONSTRUCTS = [
     Construct(
         "block-twice-in-list",
         "one block at two places of a `ModuleList`",
-        net(kind=SameBlockInList),
+        net(change=list_block_twice),
     ),
-    Construct("frozen-backbone", "a frozen backbone", net(kind=Frozen)),
-    Construct("frozen-no-grad", "a frozen backbone under `no_grad`", net(kind=FrozenBelow)),
-    Construct("bias-only", "only biases train (BitFit)", net(kind=BiasOnly)),
+    Construct("frozen-backbone", "a frozen backbone", net(change=freeze)),
+    Construct(
+        "frozen-no-grad",
+        "a frozen backbone under `no_grad`",
+        net(kind=WithoutGradBelow, change=freeze),
+    ),
+    Construct("bias-only", "only biases train (BitFit)", net(change=train_biases)),
     Construct("lora-by-hand", "LoRA by hand in each block", net(Adapter)),
-    Construct("unused-parts", "a block and a parameter that nothing uses", net(kind=Unused)),
+    Construct(
+        "unused-parts",
+        "a block and a parameter that nothing uses",
+        net(kind=Unused, change=add_spare),
+    ),
     Construct(
         "parameter-containers",
         "`nn.ParameterList`, `nn.ParameterDict`, 0-dimensional parameters",
@@ -282,10 +249,20 @@ CONSTRUCTS = [
         refused="a lazy module takes its shape from its first input",
         remark="call the model once before",
     ),
-    Construct("weight-norm", "`parametrizations.weight_norm`", net(WeightNorm)),
-    Construct("weight-norm-old", "`nn.utils.weight_norm`", net(OldWeightNorm)),
-    Construct("orthogonal", "`parametrizations.orthogonal`", net(Orthogonal)),
-    Construct("spectral-norm", "`parametrizations.spectral_norm`", net(SpectralNorm)),
+    Construct(
+        "weight-norm",
+        "`parametrizations.weight_norm`",
+        net(change=in_blocks(lambda block: parametrizations.weight_norm(block.inner))),
+    ),
+    Construct(
+        "weight-norm-old", "`nn.utils.weight_norm`", net(change=in_blocks(weight_norm_of_old))
+    ),
+    Construct("orthogonal", "`parametrizations.orthogonal`", net(change=in_blocks(orthogonal))),
+    Construct(
+        "spectral-norm",
+        "`parametrizations.spectral_norm`",
+        net(change=in_blocks(lambda block: parametrizations.spectral_norm(block.inner))),
+    ),
     Construct("buffers-in-forward", "buffers that forward updates", net(CountsCalls)),
     Construct("experts", "mixture of experts: routing by data, every expert runs", net(Experts)),
     Construct(

@@ -59,13 +59,7 @@ def own_loss(model: Any, batch: Any) -> Tensor:
 
 class Encodes(Net):
     def encode(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encode(x))
+        return self.through(self.stem(x))
 
 
 def by_method(model: Any, batch: Any) -> Tensor:
@@ -82,10 +76,7 @@ def one_block(model: Any, batch: Any) -> Tensor:
 
 def block_by_block(model: Any, batch: Any) -> Tensor:
     """Only the units are called; the model's own layers are not used."""
-    x = batch[0]
-    for block in model.blocks:
-        x = block(x)
-    return F.mse_loss(x[:, :3], batch[1])
+    return F.mse_loss(model.through(batch[0])[:, :3], batch[1])
 
 
 def train_and_eval(training: Training) -> None:
@@ -125,10 +116,8 @@ def compile_model(training: Training) -> None:
     training.kept["wrapper"] = torch.compile(training.model, backend="aot_eager")
 
 
-def scripted() -> nn.Module:
-    model = seeded(Net)
+def scripted(model: Any) -> None:
     model.blocks = nn.ModuleList(torch.jit.script(block) for block in model.blocks)
-    return model
 
 
 def compile_in_place(training: Training) -> None:
@@ -200,7 +189,7 @@ CONSTRUCTS = [
     Construct(
         "scripted-blocks",
         "`torch.jit.script` of each block",
-        scripted,
+        net(change=scripted),
         refused="ScriptModule",
         remark="script nothing, or compile blocks",
     ),

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.compat.construct import Training, of_net, the_wrapper, wrap
+from tests.compat.construct import Training, nothing, of_net, the_wrapper, wrap
 
 Zero = Callable[[Training], None]
 
 
-def zeroing(zero: Zero) -> Callable[[Training], None]:
-    """A step that zeroes so, once before backward and once after the step."""
+def zeroing(zero: Zero, *, at_end: bool = True) -> Callable[[Training], None]:
+    """A step that zeroes so before backward and, every other time, after the step."""
 
     def step(training: Training) -> None:
         zero(training)
         training.loss().backward()
         training.optimizer.step()
-        if training.step % 2:
+        if at_end and training.step % 2:
             zero(training)
 
     return step
@@ -64,25 +64,14 @@ def by_wrapper(training: Training) -> None:
 def one_block_only(training: Training) -> None:
     """The other blocks accumulate over all steps."""
     training.model.blocks[1].zero_grad()
-    training.loss().backward()
-    training.optimizer.step()
 
 
 def head_by_hand_only(training: Training) -> None:
     training.model.head.weight.grad = None
-    training.loss().backward()
-    training.optimizer.step()
 
 
-def zero_to_zero(training: Training) -> None:
+def to_zero(training: Training) -> None:
     training.optimizer.zero_grad(set_to_none=False)
-    training.loss().backward()
-    training.optimizer.step()
-
-
-def never_zeroed(training: Training) -> None:
-    training.loss().backward()
-    training.optimizer.step()
 
 
 def zero_between_forward_and_backward(training: Training) -> None:
@@ -93,18 +82,14 @@ def zero_between_forward_and_backward(training: Training) -> None:
 
 
 def read_before_backward(training: Training) -> None:
-    training.optimizer.zero_grad()
     assert all(p.grad is None for p in training.model.parameters())
     training.loss().backward()
     training.note(sum(p.grad is not None for p in training.model.parameters()))
-    training.optimizer.step()
 
 
 def step_without_gradient(training: Training) -> None:
-    training.optimizer.zero_grad()
     training.optimizer.step()  # plain torch skips what has no gradient
     training.loss().backward()
-    training.optimizer.step()
 
 
 CONSTRUCTS = [
@@ -130,24 +115,34 @@ CONSTRUCTS = [
         subject=the_wrapper,
     ),
     of_net(
-        "one-block-zero-grad", "`model.blocks[1].zero_grad()`; the rest accumulates", one_block_only
+        "one-block-zero-grad",
+        "`model.blocks[1].zero_grad()`; the rest accumulates",
+        zeroing(one_block_only, at_end=False),
     ),
     of_net(
         "one-parameter-none",
         "`model.head.weight.grad = None`; the rest accumulates",
-        head_by_hand_only,
+        zeroing(head_by_hand_only, at_end=False),
     ),
-    of_net("zero-to-zero", "`optimizer.zero_grad(set_to_none=False)`", zero_to_zero),
-    of_net("never-zeroed", "gradients never zeroed", never_zeroed),
+    of_net(
+        "zero-to-zero",
+        "`optimizer.zero_grad(set_to_none=False)`",
+        zeroing(to_zero, at_end=False),
+    ),
+    of_net("never-zeroed", "gradients never zeroed", zeroing(nothing)),
     of_net(
         "zero-after-forward",
         "`zero_grad()` between forward and backward",
         zero_between_forward_and_backward,
     ),
     of_net(
-        "grad-is-none", "asking `p.grad is None` before and after backward", read_before_backward
+        "grad-is-none",
+        "asking `p.grad is None` before and after backward",
+        backward=read_before_backward,
     ),
     of_net(
-        "step-without-gradient", "`optimizer.step()` before any backward", step_without_gradient
+        "step-without-gradient",
+        "`optimizer.step()` before any backward",
+        backward=step_without_gradient,
     ),
 ]
