@@ -24,6 +24,7 @@ from hpczero.parallel.tensor.layers import (
 from hpczero.parallel.tensor.loss import split_cross_entropy
 from hpczero.plan.placement import Placement
 from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import grad
 from tests.parallel.wholes import equal_on_all, off
 
 if TYPE_CHECKING:
@@ -53,14 +54,7 @@ def placed(sums: Sums, whole: Tensor, dim: int, **more: Any) -> Placement:
 
 
 def own(whole: Tensor, placement: Placement) -> nn.Parameter:
-    local = torch.empty(placement.local_shape)
-    placement.take(whole, local)
-    return nn.Parameter(local)
-
-
-def grad_of(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+    return nn.Parameter(part_of_whole(whole, placement))
 
 
 def part_of_whole(whole: Tensor, placement: Placement) -> Tensor:
@@ -94,24 +88,18 @@ def test_column_then_row_is_two_dense_layers_whatever_a_model_makes_of_padding(
     (found * mine).sum().backward()
     cut = sums.own_part(wanted, 1) if sequence else wanted
     parallel_assert(comm, off(found, cut) < 1e-6, "output")
-    assert x.grad is not None
-    assert y.grad is not None
-    parallel_assert(comm, off(y.grad, x.grad) < 1e-6, "gradient of the input")
-    parallel_assert(comm, equal_on_all(comm, y.grad), "bits")
+    parallel_assert(comm, off(grad(y), grad(x)) < 1e-6, "gradient of the input")
+    parallel_assert(comm, equal_on_all(comm, grad(y)), "bits")
     pairs = ((column.weight, rows, 0), (column.bias, biases, 1), (row.weight, columns, 2))
     for parameter, placement, index in pairs:
-        assert parameter is not None
-        assert parameter.grad is not None
-        grad = dense[index].grad
-        assert grad is not None
-        local = part_of_whole(grad, placement)  # with zeros where padding is
-        parallel_assert(comm, off(parameter.grad, local) < 2e-6, str(index))
-        padding = part_of_whole(torch.ones_like(grad), placement) == 0
-        parallel_assert(comm, not parameter.grad[padding].any(), "padding has a gradient")
-    assert row.bias is not None
-    total = grad_of(row.bias).numpy()
+        whole = grad(dense[index])
+        local = part_of_whole(whole, placement)  # with zeros where padding is
+        parallel_assert(comm, off(grad(parameter), local) < 2e-6, str(index))
+        padding = part_of_whole(torch.ones_like(whole), placement) == 0
+        parallel_assert(comm, not grad(parameter)[padding].any(), "padding has a gradient")
+    total = grad(row.bias).numpy()
     total = comm.allreduce(total) if sequence else total
-    parallel_assert(comm, off(torch.from_numpy(total), grad_of(dense[3])) < 1e-6, "bias")
+    parallel_assert(comm, off(torch.from_numpy(total), grad(dense[3])) < 1e-6, "bias")
 
 
 @SEQUENCE
@@ -131,10 +119,8 @@ def test_an_embedding_cut_by_its_vocabulary_is_the_plain_one(
     (found * (sums.own_part(weight, 1) if sequence else weight)).sum().backward()
     cut = sums.own_part(wanted, 1) if sequence else wanted
     parallel_assert(comm, torch.equal(found, cut))
-    assert plain.weight.grad is not None
-    assert layer.weight.grad is not None
-    local = part_of_whole(plain.weight.grad, placement)
-    parallel_assert(comm, off(layer.weight.grad, local) < 1e-6)
+    local = part_of_whole(grad(plain.weight), placement)
+    parallel_assert(comm, off(grad(layer.weight), local) < 1e-6)
     with pytest.raises(IndexError, match="id 11 of 11"):
         layer(torch.tensor([[11]]))
 
@@ -162,14 +148,12 @@ def test_cross_entropy_over_parts_is_torchs(
         words = words_of(Placement("w", (13, 1), 0, part=sums.rank, parts=sums.size))
         found = split_cross_entropy(mine, targets, sums, words, reduction=reduction)
         (found * 3).backward()
-        assert plain.grad is not None
-        assert mine.grad is not None
         parallel_assert(comm, off(found, wanted) < 1e-6, f"{found} {wanted}")
         parallel_assert(comm, equal_on_all(comm, found), "bits")
-        gradient = part_of_whole(plain.grad.float(), placement)
+        gradient = part_of_whole(grad(plain).float(), placement)
         within = 1e-6 if dtype is torch.float32 else 2**-8
-        parallel_assert(comm, off(mine.grad.float(), gradient) < within, reduction)
-        parallel_assert(comm, not mine.grad[:, len(placement.owned) :].any(), "padding")
+        parallel_assert(comm, off(grad(mine).float(), gradient) < within, reduction)
+        parallel_assert(comm, not grad(mine)[:, len(placement.owned) :].any(), "padding")
 
 
 def test_all_targets_ignored_is_torchs_nan_and_a_wrong_target_torchs_error(
@@ -251,5 +235,4 @@ def test_gathered_tokens_have_the_sum_of_all_ranks_gradients(
     part = sums.own_part(whole, 1).clone().requires_grad_()
     (gather(part, sums, 1) * (sums.rank + 1)).sum().backward()
     factor = sum(range(1, sums.size + 1))
-    assert part.grad is not None
-    parallel_assert(comm, torch.equal(part.grad, torch.full_like(part, factor)))
+    parallel_assert(comm, torch.equal(grad(part), torch.full_like(part, factor)))

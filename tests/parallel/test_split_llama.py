@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from hpczero.errors import PlanError
-from hpczero.parallel import close, llama_rule, split
+from hpczero.parallel import llama_rule, split
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
 from tests.parallel.wholes import (
+    check_gradients,
     equal_on_all,
     off,
     padding_is_zero,
     part,
+    randomize,
+    split_over,
     tensor_ranks,
-    whole_values,
 )
 
 if TYPE_CHECKING:
@@ -53,12 +55,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def build(kind: str, **changes: Any) -> Any:
     name, own = KINDS[kind]
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **own, **changes})
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2, generator=generator)
-    return model
+    return randomize(getattr(transformers, f"{name}ForCausalLM")(config))
 
 
 def recompute(model: Any) -> None:
@@ -77,10 +74,9 @@ def test_loss_logits_and_gradients_are_those_of_the_plain_model(
     tokens = torch.randint(61, (2, 11), generator=torch.Generator().manual_seed(2))
     wanted = plain(input_ids=tokens, labels=tokens)
     wanted.loss.backward()
-    with tensor_ranks(comm) as topology:
-        model = copy.deepcopy(plain)
-        model.zero_grad()
-        split(model, topology, llama_rule(model.config), sequence=sequence)
+    whole = copy.deepcopy(plain)
+    whole.zero_grad()
+    with split_over(comm, whole, llama_rule(plain.config), sequence=sequence) as model:
         if "checkpointing" in kind:
             recompute(model)
         found = model(input_ids=tokens, labels=tokens)
@@ -88,17 +84,14 @@ def test_loss_logits_and_gradients_are_those_of_the_plain_model(
         parallel_assert(comm, off(found.logits, wanted.logits) < 2e-6, "logits")
         parallel_assert(comm, equal_on_all(comm, found.loss), "bits")
         parallel_assert(comm, off(found.loss, wanted.loss) < 1e-6, "loss")
-        gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        for name, gradient in whole_values(comm, model, gradients=True).items():
-            parallel_assert(comm, off(gradient, gradients[name]) < 3e-6, name)
+        check_gradients(comm, model, plain)
         parallel_assert(comm, padding_is_zero(model, gradients=True), "padding")
-        parallel_assert(comm, part(model).names == tuple(gradients))
+        parallel_assert(comm, part(model).names == tuple(dict(plain.named_parameters())))
         model.eval()
         plain.eval()
         again = model.generate(tokens[:, :5], max_new_tokens=4, do_sample=False)
         other = plain.generate(tokens[:, :5], max_new_tokens=4, do_sample=False)
         parallel_assert(comm, torch.equal(again, other), "generated text")
-        close(model)
 
 
 @pytest.mark.ranks(2)

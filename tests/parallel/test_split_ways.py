@@ -16,7 +16,15 @@ from hpczero.parallel import Kept, Rule, Split, close, gpt_rule, split
 from hpczero.parallel.tensor.split import SUMS
 from hpczero.plan.placement import KEY, ModelPart, Placement
 from tests.helpers.parallel import parallel_assert
-from tests.parallel.wholes import equal_on_all, off, part, tensor_ranks, whole_values
+from tests.parallel.wholes import (
+    check_gradients,
+    equal_on_all,
+    off,
+    part,
+    randomize,
+    split_over,
+    tokens_and_targets,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,17 +36,11 @@ SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["plain", "seq
 
 
 def build() -> GPT:
-    model = GPT(CONFIG)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2, generator=generator)
-    return model
+    return randomize(GPT(CONFIG))
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(61, (2, 14), generator=torch.Generator().manual_seed(2))
-    return tokens[:, :-1], tokens[:, 1:]
+    return tokens_and_targets(CONFIG)
 
 
 class Stage(nn.Module):
@@ -64,8 +66,7 @@ def test_a_stage_keeps_what_is_known_of_the_whole_model(comm: MPI.Intracomm) -> 
         names, {"head.weight": "embedding.weight"}, {"head.weight": tied}, first=False
     )
     rule = Rule({"embedding": Split(0), "norm": Kept.STREAM, "head": Split(0, joined=True)})
-    with tensor_ranks(comm) as topology:
-        split(model, topology, rule)
+    with split_over(comm, model, rule):
         found = part(model)
         head = found.placements["head.weight"]
         parallel_assert(comm, (found.names, found.first, found.last) == (names, False, True))
@@ -79,7 +80,6 @@ def test_a_stage_keeps_what_is_known_of_the_whole_model(comm: MPI.Intracomm) -> 
         with torch.no_grad():
             plain.head.weight.copy_(whole)
         parallel_assert(comm, off(model(x), plain(x)) < 1e-6)
-        close(model)
 
 
 @SEQUENCE
@@ -92,11 +92,7 @@ def test_ranks_of_several_nodes_send_messages(comm: MPI.Intracomm, sequence: boo
     found = model(*batch())
     found.backward()
     parallel_assert(comm, off(found, wanted) < 1e-6)
-    gradients = dict(plain.named_parameters())
-    for name, gradient in whole_values(comm, model, gradients=True).items():
-        whole = gradients[name].grad
-        assert whole is not None
-        parallel_assert(comm, off(gradient, whole) < 3e-6, name)
+    check_gradients(comm, model, plain)
     close(model)
     topology.free()
 
@@ -106,8 +102,7 @@ def test_half_precision_is_near_to_the_plain_models_and_equal_on_all_ranks(
     comm: MPI.Intracomm, sequence: bool
 ) -> None:
     plain = build()
-    with tensor_ranks(comm) as topology:
-        model = split(copy.deepcopy(plain), topology, gpt_rule(CONFIG), sequence=sequence)
+    with split_over(comm, copy.deepcopy(plain), gpt_rule(CONFIG), sequence=sequence) as model:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits, wanted = model(batch()[0]), plain(batch()[0])
             loss, plain_loss = model(*batch()), plain(*batch())
@@ -117,26 +112,22 @@ def test_half_precision_is_near_to_the_plain_models_and_equal_on_all_ranks(
         loss.backward()
         model.to(torch.bfloat16)
         parallel_assert(comm, equal_on_all(comm, model(*batch())), "bits")
-        close(model)
 
 
 def test_inference_mode_gives_the_same_logits(comm: MPI.Intracomm) -> None:
-    with tensor_ranks(comm) as topology:
-        model = split(build(), topology, gpt_rule(CONFIG))
+    with split_over(comm, build(), gpt_rule(CONFIG)) as model:
         with torch.inference_mode():
             first = model(batch()[0])
         parallel_assert(comm, torch.equal(first, model(batch()[0])))
         close(model)
         parallel_assert(comm, torch.equal(first, model(batch()[0])), "after close")
-        close(model)
 
 
 @SEQUENCE
 def test_each_block_exchanges_four_times_in_a_step(comm: MPI.Intracomm, sequence: bool) -> None:
     """Once for each of its two pairs of layers, forward and backward; the ends add a constant number."""
     blocks = CONFIG.layers
-    with tensor_ranks(comm) as topology:
-        model = split(build(), topology, gpt_rule(CONFIG), sequence=sequence)
+    with split_over(comm, build(), gpt_rule(CONFIG), sequence=sequence) as model:
         model(*batch()).backward()
         (sums,) = model.__dict__[SUMS]
         # The embedding, the head's input and the loss; positions under sequence parallelism.
@@ -149,7 +140,6 @@ def test_each_block_exchanges_four_times_in_a_step(comm: MPI.Intracomm, sequence
         }
         found = dict(sums.stats.calls)
         parallel_assert(comm, found == (cut if sequence else plain), str(found))
-        close(model)
 
 
 @SEQUENCE
@@ -160,18 +150,13 @@ def test_parameters_that_are_not_trained_have_no_gradient(
     frozen = ("wpe.weight", "blocks.0.attention.qkv.weight", "blocks.1.mlp_norm.weight")
     for name in frozen:
         plain.get_parameter(name).requires_grad_(False)
-    with tensor_ranks(comm) as topology:
-        model = split(copy.deepcopy(plain), topology, gpt_rule(CONFIG), sequence=sequence)
+    with split_over(comm, copy.deepcopy(plain), gpt_rule(CONFIG), sequence=sequence) as model:
         plain(*batch()).backward()
         model(*batch()).backward()
         for name in frozen:
             parallel_assert(comm, model.get_parameter(name).grad is None, name)
             del model.get_submodule(name.rpartition(".")[0])._parameters["weight"]
-        for name, gradient in whole_values(comm, model, gradients=True).items():
-            whole = plain.get_parameter(name).grad
-            assert whole is not None
-            parallel_assert(comm, off(gradient, whole) < 3e-6, name)
-        close(model)
+        check_gradients(comm, model, plain)
 
 
 class Mixed(nn.Module):
@@ -181,11 +166,8 @@ class Mixed(nn.Module):
         super().__init__()
         self.first_norm, self.last_norm = nn.LayerNorm(6), nn.LayerNorm(6)
         self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6)
-        self.norm, self.second_up, self.second_down = (
-            nn.LayerNorm(6),
-            nn.Linear(6, 5),
-            nn.Linear(5, 6),
-        )
+        self.norm = nn.LayerNorm(6)
+        self.second_up, self.second_down = nn.Linear(6, 5), nn.Linear(5, 6)
         self.middle = nn.Sequential(self.norm, self.second_up, nn.Tanh(), self.second_down)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,11 +181,7 @@ class Mixed(nn.Module):
 def test_layers_where_all_tokens_are_have_the_plain_models_gradients(
     comm: MPI.Intracomm, sequence: bool
 ) -> None:
-    plain = Mixed()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.normal_(0.0, 0.5, generator=generator)
+    plain, generator = randomize(Mixed(), deviation=0.5), torch.Generator().manual_seed(1)
     x = torch.randn(2, 5, 6, generator=generator)
     weight = torch.randn(2, 5, 6, generator=generator)
     wanted = plain(x)
@@ -224,19 +202,13 @@ def test_layers_where_all_tokens_are_have_the_plain_models_gradients(
         cut_before=("middle",),
         join_after=("middle",),
     )
-    with tensor_ranks(comm) as topology:
-        model = copy.deepcopy(plain)
-        model.zero_grad()
-        split(model, topology, rule, sequence=sequence)
+    whole = copy.deepcopy(plain)
+    whole.zero_grad()
+    with split_over(comm, whole, rule, sequence=sequence) as model:
         found = model(x)
         (found * weight).sum().backward()
         parallel_assert(comm, off(found, wanted) < 1e-6, "output")
-        gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        for name, gradient in whole_values(comm, model, gradients=True).items():
-            expected = gradients[name]
-            assert expected is not None
-            parallel_assert(comm, off(gradient, expected) < 3e-6, name)
-        close(model)
+        check_gradients(comm, model, plain)
 
 
 @pytest.mark.slow
@@ -245,8 +217,7 @@ def test_layers_where_all_tokens_are_have_the_plain_models_gradients(
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @SEQUENCE
 def test_a_compiled_model_exchanges_in_every_call(comm: MPI.Intracomm, sequence: bool) -> None:
-    with tensor_ranks(comm) as topology:
-        model = split(build(), topology, gpt_rule(CONFIG), sequence=sequence)
+    with split_over(comm, build(), gpt_rule(CONFIG), sequence=sequence) as model:
         compiled = torch.compile(model, backend="eager")
         for _ in range(3):
             with torch.no_grad():
@@ -257,5 +228,4 @@ def test_a_compiled_model_exchanges_in_every_call(comm: MPI.Intracomm, sequence:
             grads = [torch.autograd.grad(x, list(model.parameters())) for x in (loss, wanted)]
             same = all(off(a, b) < 1e-5 for a, b in zip(*grads, strict=True))
             parallel_assert(comm, same, "gradients")
-        close(model)
     torch._dynamo.reset()  # what it keeps would stay for the tests that follow

@@ -13,8 +13,14 @@ from hpczero.errors import CommError, ConfigError, PlanError
 from hpczero.models import GPT, GPTConfig
 from hpczero.parallel import close, gpt_rule, own_tokens, share_sequence, split
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all
-from tests.parallel.wholes import off, tensor_ranks, whole_values
+from tests.helpers.small_models import grad, raises_on_all
+from tests.parallel.wholes import (
+    off,
+    randomize,
+    tensor_ranks,
+    tokens_and_targets,
+    whole_values,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -22,26 +28,14 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]
 
 CONFIG = GPTConfig(vocab_size=61, context=24, layers=2, hidden=48, heads=12, ffn_multiple=2)
-LENGTH = 12
 
 
 def build(config: GPTConfig) -> GPT:
-    model = GPT(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2, generator=generator)
-    return model
+    return randomize(GPT(config))
 
 
-def batch(length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(61, (2, length + 1), generator=torch.Generator().manual_seed(2))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def batch(length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    return tokens_and_targets(CONFIG, length)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
@@ -63,8 +57,8 @@ def test_loss_logits_and_gradients_are_those_of_one_process(
         for (name, parameter), whole in zip(
             model.named_parameters(), plain.parameters(), strict=True
         ):
-            total = torch.from_numpy(comm.allreduce(gradient(parameter).numpy())) / comm.size
-            parallel_assert(comm, off(total, gradient(whole)) < 3e-6, name)
+            total = torch.from_numpy(comm.allreduce(grad(parameter).numpy())) / comm.size
+            parallel_assert(comm, off(total, grad(whole)) < 3e-6, name)
         with torch.no_grad():
             logits, all_of_them = model(tokens), plain(batch()[0])
         parallel_assert(comm, off(logits, own_tokens(all_of_them, topology)) < 2e-6)
@@ -95,7 +89,7 @@ def test_two_ranks_share_layers_and_two_share_tokens(
         own = whole_values(topology.tensor.comm, model, gradients=True)
         for name, parameter in plain.named_parameters():
             total = torch.from_numpy(topology.sequence.comm.allreduce(own[name].numpy())) / 2
-            parallel_assert(comm, off(total, gradient(parameter)) < 3e-6, name)
+            parallel_assert(comm, off(total, grad(parameter)) < 3e-6, name)
         close(model)
 
 
@@ -132,20 +126,10 @@ def test_what_does_not_divide_or_fit_is_refused_by_name(comm: MPI.Intracomm) -> 
         raises_on_all(
             comm, PlanError, "got a Linear", lambda: share_sequence(torch.nn.Linear(2, 2), topology)
         )
-        raises_on_all_unagreed(comm, ConfigError, lambda: own_tokens(batch(13)[0], topology))
+        with pytest.raises(ConfigError, match="expected a multiple"):  # found by every rank itself
+            own_tokens(batch(13)[0], topology)
         model = share_sequence(build(CONFIG), topology)
         raises_on_all(comm, ValueError, "26 tokens, 13 on each of 2", lambda: model(*batch(13)))
         own = batch(4 + comm.rank)
         raises_on_all(comm, CommError, "different calls", lambda: model(*own))
         close(model)
-
-
-def raises_on_all_unagreed(comm: MPI.Intracomm, kind: type[Exception], call: object) -> None:
-    """A refusal that every rank finds by itself, from equal arguments."""
-    assert callable(call)
-    try:
-        call()
-        said = ""
-    except kind as error:
-        said = str(error)
-    parallel_assert(comm, "expected a multiple" in said, said)

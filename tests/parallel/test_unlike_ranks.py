@@ -15,7 +15,7 @@ from hpczero.errors import CommError, StepError
 from hpczero.models import GPT, GPTConfig
 from hpczero.parallel import Kept, Rule, Split, close, gpt_rule, split
 from tests.helpers.small_models import raises_on_all
-from tests.parallel.wholes import tensor_ranks
+from tests.parallel.wholes import randomize, split_over, tensor_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,10 +48,7 @@ class Net(nn.Module):
         self.norm, self.up, self.scale = nn.LayerNorm(6), nn.Linear(6, 7), Scale()
         self.down, self.head = nn.Linear(7, 6), nn.Linear(6, 3)
         self.dropout = dropout
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.normal_(0.0, 0.5, generator=generator)
+        randomize(self, deviation=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, 6) in, (B, T, 3) out."""
@@ -130,18 +127,16 @@ def test_what_tensor_ranks_do_otherwise_is_named_at_the_step(
     raises_on_all(comm, StepError, pattern, lambda: call(comm))
 
 
-AWAY: dict[str, tuple[int, hpczero.Offload]] = {
-    "host": (2, hpczero.Offload(optimizer="host", gradients="host")),
-    "all on the host": (
-        3,
-        hpczero.Offload(optimizer="host", gradients="host", parameters="host"),
-    ),
-    "host steps": (1, hpczero.Offload(optimizer="host", gradients="host", step="host")),
-    "delayed": (
-        1,
-        hpczero.Offload(optimizer="host", gradients="host", step="host", delayed=True),
-    ),
+AWAY: dict[str, tuple[int, dict[str, Any]]] = {  # stage, what more is on the host
+    "host": (2, {}),
+    "all on the host": (3, {"parameters": "host"}),
+    "host steps": (1, {"step": "host"}),
+    "delayed": (1, {"step": "host", "delayed": True}),
 }
+
+
+def on_host(**more: Any) -> hpczero.Offload:
+    return hpczero.Offload(optimizer="host", gradients="host", **more)
 
 
 @pytest.mark.ranks(2, 3)
@@ -150,7 +145,8 @@ AWAY: dict[str, tuple[int, hpczero.Offload]] = {
 def test_gradients_that_rest_on_a_memory_tier_are_compared_too(
     comm: MPI.Intracomm, where: str, what: str
 ) -> None:
-    stage, offload = AWAY[where]
+    stage, more = AWAY[where]
+    offload = on_host(**more)
     train(comm, stage=stage, offload=offload, steps=3)
     wrong: dict[str, Any] = {"rule": Rule({**RULE.layers, "scale": STREAM})}
     if what == "masks":
@@ -176,7 +172,7 @@ def test_what_tensor_ranks_begin_to_do_otherwise_is_named_when_the_turn_of_its_u
     with tensor_ranks(comm) as topology:
         model = split(Net(), topology, RULE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        hpczero.zeroify(model, optimizer, topology=topology, stage=2, offload=AWAY["host"][1])
+        hpczero.zeroify(model, optimizer, topology=topology, stage=2, offload=on_host())
         run(model, optimizer, before)
         torch.manual_seed(comm.rank)
         model.dropout = 0.5
@@ -199,8 +195,7 @@ def test_arguments_by_name_and_within_others_are_inputs_too(comm: MPI.Intracomm)
             assert extra is not None
             return super().forward(x) * extra["mask"]
 
-    with tensor_ranks(comm) as topology:
-        model = split(Masked(), topology, RULE)
+    with split_over(comm, Masked(), RULE) as model:
         mask = torch.ones(2, 4, 1, dtype=torch.bool)
         x = drawn(1, 2, 4, 6)
         model(x, extra={"mask": mask})
@@ -208,7 +203,6 @@ def test_arguments_by_name_and_within_others_are_inputs_too(comm: MPI.Intracomm)
         raises_on_all(
             comm, CommError, "inputs of the model", lambda: model(x, extra={"mask": mask})
         )
-        close(model)
 
 
 @pytest.mark.ranks(4)
@@ -230,8 +224,7 @@ def test_another_loss_is_named_in_the_backward_where_every_rank_has_all_gradient
     """Under sequence parallelism gradients are sums over ranks, and so are equal whatever each rank has added."""
     config = GPTConfig(vocab_size=61, context=8, layers=1, hidden=12, heads=4)
     tokens = torch.arange(8)[None]
-    with tensor_ranks(comm) as topology:
-        model = split(GPT(config), topology, gpt_rule(config), sequence=True)
+    with split_over(comm, GPT(config), gpt_rule(config), sequence=True) as model:
 
         def backward(factor: float) -> None:
             loss = model(tokens, tokens) if inside else model(tokens).square().mean()
@@ -239,4 +232,3 @@ def test_another_loss_is_named_in_the_backward_where_every_rank_has_all_gradient
 
         backward(2.0)
         raises_on_all(comm, CommError, "with .*gradient", lambda: backward(2.0 + comm.rank))
-        close(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -12,10 +12,16 @@ from torch import Tensor, nn
 
 from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
+from hpczero.models import GPTConfig
+from hpczero.parallel import Rule, close, split
 from hpczero.plan.placement import ModelPart, part_of
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import grad
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @contextmanager
@@ -25,6 +31,33 @@ def tensor_ranks(comm: MPI.Intracomm, **degrees: int) -> Iterator[Topology]:
     topology = Topology.create(comm, mesh=Mesh.of(comm.size, **degrees))
     yield topology
     topology.free()
+
+
+@contextmanager
+def split_over(
+    comm: MPI.Intracomm, model: M, rule: Rule, *, sequence: bool = False, **degrees: int
+) -> Iterator[M]:
+    """``model`` with its layers cut over all ranks, or over the degrees that are given. Collective."""
+    with tensor_ranks(comm, **degrees) as topology:
+        split(model, topology, rule, sequence=sequence)
+        yield model
+        close(model)
+
+
+def randomize(model: M, *, deviation: float = 0.2, seed: int = 1) -> M:
+    """Give it values at which everything has a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, deviation, generator=generator)
+    return model
+
+
+def tokens_and_targets(config: GPTConfig, seq_len: int = 13) -> tuple[Tensor, Tensor]:
+    """(2, seq_len) of each."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(config.vocab_size, (2, seq_len + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def part(model: nn.Module) -> ModelPart:
@@ -41,8 +74,7 @@ def whole_values(comm: MPI.Intracomm, model: nn.Module, *, gradients: bool) -> d
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         placement = part(model).placements[name]
-        own = parameter.grad if gradients else parameter.detach()
-        assert own is not None, name
+        own = grad(parameter) if gradients else parameter.detach()
         assert tuple(own.shape) == placement.local_shape, name
         rows = comm.allgather((placement, own.float().numpy()))
         whole = np.full(placement.shape, np.nan, dtype=np.float32)
@@ -60,8 +92,7 @@ def padding_is_zero(model: nn.Module, *, gradients: bool) -> bool:
     """Whether elements that the whole model has not are zero in every bit, or at least of both signs."""
     for name, parameter in model.named_parameters():
         placement = part(model).placements[name]
-        own = parameter.grad if gradients else parameter.detach()
-        assert own is not None, name
+        own = grad(parameter) if gradients else parameter.detach()
         left, kept = own.clone(), torch.zeros(placement.shape)
         placement.take(torch.zeros(placement.shape), kept_own := torch.zeros(placement.local_shape))
         placement.put(own, kept)
@@ -69,6 +100,13 @@ def padding_is_zero(model: nn.Module, *, gradients: bool) -> bool:
         if not torch.equal(left, kept_own):
             return False
     return True
+
+
+def check_gradients(comm: MPI.Intracomm, model: nn.Module, plain: nn.Module) -> None:
+    """Those of a model whose layers are cut are those of ``plain``. Collective."""
+    for name, gradient in whole_values(comm, model, gradients=True).items():
+        worst = off(gradient, grad(plain.get_parameter(name)))
+        parallel_assert(comm, worst < 3e-6, f"{name}: {worst}")
 
 
 def equal_on_all(comm: MPI.Intracomm, tensor: Tensor) -> bool:
