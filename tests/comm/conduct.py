@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 
 import hpczero
 from hpczero.errors import CommError
+from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpczero import Collectives, Topology
+    from hpczero.comm.devices import Reach
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ONE_NODE = pytest.mark.parametrize("topology", ["one node"], indirect=True)
@@ -30,6 +32,19 @@ NODES = (
     pytest.param("cyclic", marks=pytest.mark.ranks(2, 4, 5)),
     pytest.param("uneven", marks=pytest.mark.ranks(3, 5)),
 )
+
+
+def makes(
+    kind: Callable[..., Collectives], reach: Callable[[Any], Reach] | None = None, **options: Any
+) -> Any:
+    """For ``make``: builds ``kind`` with these options; with ``reach`` over a device whose lanes are late."""
+
+    def make(topology: Topology, **more: Any) -> Collectives:
+        if reach is not None:
+            more["reach"] = reach(LateAccelerator())
+        return kind(topology, **options, **more)
+
+    return staticmethod(make)
 
 
 @pytest.mark.mpi
@@ -73,9 +88,10 @@ class ConductSuite:
         }
         out = torch.zeros(2)
         for message, full in unfit.items():
-            with pytest.raises(CommError, match=f"rank {comm.rank}: .*'unit 7'.*{message}"):
+            said = f"rank {comm.rank}: .*'unit 7'.*{message}"
+            with pytest.raises(CommError, match=said):
                 transport.all_gather(full, name="unit 7")
-            with pytest.raises(CommError, match=f"rank {comm.rank}: .*'unit 7'.*{message}"):
+            with pytest.raises(CommError, match=said):
                 transport.reduce_scatter(full, out, scale=1.0, name="unit 7")
         assert not transport.stats.calls, "a refused call is not counted"
 
@@ -134,9 +150,8 @@ class ConductSuite:
         others = comm.size - 1
         transport.all_gather(torch.zeros(7 * comm.size, dtype=torch.bfloat16), name="u").wait()
         transport.all_gather(torch.zeros(3 * comm.size), name="v").wait()
-        transport.reduce_scatter(
-            torch.zeros(5 * comm.size), torch.zeros(5), scale=1.0, name="u"
-        ).wait()
+        full, out = torch.zeros(5 * comm.size), torch.zeros(5)
+        transport.reduce_scatter(full, out, scale=1.0, name="u").wait()
         transport.broadcast(torch.zeros(11), root=0, name="u").wait()
         stats = transport.stats
         calls = {"all_gather": 2, "reduce_scatter": 1, "broadcast": 1}

@@ -6,6 +6,7 @@ Sums are compared bit for bit with the order written out by hand (``tests/kernel
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import product
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 import hpczero
-from hpczero.memory.buffers import Use
+from hpczero.memory.buffers import Buffer, Use
 from tests.comm.conduct import DTYPES, ONE_NODE, ConductSuite
 from tests.helpers.parallel import parallel_assert
 from tests.kernels.reference import IN_ORDER, Floats, exact, to_bf16_and_back
@@ -55,6 +56,30 @@ def expected_sum(
     return IN_ORDER[len(nodes)](*nodes)
 
 
+def own(topology: Topology, whole: Any) -> Any:
+    """This rank's shard of a whole buffer."""
+    size = len(whole) // topology.size
+    return whole[topology.shard_index * size :][:size]
+
+
+def by_flat(topology: Topology, full: Tensor) -> Tensor:
+    """This rank's shard of the sum, by the transport that shares no memory."""
+    out = torch.empty(full.numel() // topology.size)
+    hpczero.Flat(topology).reduce_scatter(full, out, scale=1.0, name="alone").wait()
+    return out
+
+
+def allocated(transport: Collectives, numels: Sequence[int]) -> tuple[list[Buffer], list[Buffer]]:
+    """Buffers of these sizes for parameters and for gradients, which nobody has taken yet."""
+    wholes, gradients = [], []
+    for numel in numels:
+        wholes.append(transport.allocate(numel, torch.float32, category="test", use=Use.GATHER))
+        gradients.append(transport.allocate(numel, torch.float32, category="test", use=Use.REDUCE))
+        gradients[-1].release()
+    transport.settle()
+    return wholes, gradients
+
+
 class CollectivesSuite(ConductSuite):
     """Subclass it as ``TestX`` and set ``make`` to what builds the transport; options are those of ``Collectives``."""
 
@@ -65,11 +90,11 @@ class CollectivesSuite(ConductSuite):
     def test_all_gather_fills_every_shard_with_its_owners_bits(
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:
-        owners, index = shard_owners(topology), topology.shard_index
+        owners = shard_owners(topology)
         for dtype, size in product(DTYPES, SHARD_SIZES):
             full = transport.allocate(size * comm.size, dtype, category="test").tensor
             full.fill_(torch.nan)
-            full[index * size : (index + 1) * size] = contribution(comm.rank, size, dtype)
+            own(topology, full)[:] = contribution(comm.rank, size, dtype)
             transport.all_gather(full, name="u").wait()
             expected = torch.cat([contribution(rank, size, dtype) for rank in owners])
             parallel_assert(comm, bits(full) == bits(expected), f"{size} x {dtype}")
@@ -84,8 +109,7 @@ class CollectivesSuite(ConductSuite):
             out = torch.full((size,), torch.nan)
             transport.reduce_scatter(full, out, scale=0.5, name="u").wait()
             whole = expected_sum(topology, full.numel(), dtype, torch.float32) * np.float32(0.5)
-            expected = whole[topology.shard_index * size :][:size]
-            equal = out.numpy().tobytes() == expected.tobytes()
+            equal = out.numpy().tobytes() == own(topology, whole).tobytes()
             parallel_assert(comm, equal, f"{size} x {dtype}")
             unchanged = bits(full) == bits(contribution(comm.rank, full.numel(), dtype))
             parallel_assert(comm, unchanged, "the input was written")
@@ -98,7 +122,7 @@ class CollectivesSuite(ConductSuite):
         for _ in range(2):
             transport.reduce_scatter(full, out, scale=1.0 / 3.0, accumulate=True, name="u").wait()
         whole = expected_sum(topology, 9 * comm.size, torch.float32, torch.float32)
-        scaled = (whole * np.float32(1.0 / 3.0))[topology.shard_index * 9 :][:9]
+        scaled = own(topology, whole * np.float32(1.0 / 3.0))
         expected = (np.arange(9, dtype=np.float32) + scaled) + scaled
         parallel_assert(comm, out.numpy().tobytes() == expected.tobytes())
 
@@ -111,23 +135,19 @@ class CollectivesSuite(ConductSuite):
         transport.reduce_scatter(full, out, scale=1.0, name="u").wait()
         transport.close()
         whole = expected_sum(topology, 33 * comm.size, torch.bfloat16, torch.bfloat16)
-        expected = whole[topology.shard_index * 33 :][:33]
-        parallel_assert(comm, out.numpy().tobytes() == expected.tobytes())
+        parallel_assert(comm, out.numpy().tobytes() == own(topology, whole).tobytes())
 
     @ONE_NODE
     def test_large_buffers(
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:
-        shard_numel, index = self.large_numel, topology.shard_index
-        full = contribution(comm.rank, shard_numel * comm.size, torch.bfloat16)
-        out = torch.empty(shard_numel)
+        full = contribution(comm.rank, self.large_numel * comm.size, torch.bfloat16)
+        out = torch.empty(self.large_numel)
         transport.reduce_scatter(full, out, scale=1.0, name="u").wait()
         whole = expected_sum(topology, full.numel(), torch.bfloat16, torch.float32)
-        parallel_assert(
-            comm, out.numpy().tobytes() == whole[index * shard_numel :][:shard_numel].tobytes()
-        )
+        parallel_assert(comm, out.numpy().tobytes() == own(topology, whole).tobytes())
         gathered = torch.empty(full.numel())
-        gathered[index * shard_numel : (index + 1) * shard_numel] = out
+        own(topology, gathered)[:] = out
         transport.all_gather(gathered, name="u").wait()
         parallel_assert(comm, gathered.numpy().tobytes() == whole.tobytes())
 
@@ -137,26 +157,16 @@ class CollectivesSuite(ConductSuite):
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:
         """Rounds of gather, release and reduce in the transport's own buffers, with every rank late in its turn."""
-        sizes, index, random = (40, 24, 33, 8), topology.shard_index, Random(comm.rank)
-        wholes, gradients = [], []
-        for size in sizes:
-            numel = size * comm.size
-            options: dict[str, Any] = {"category": "test"}
-            wholes.append(transport.allocate(numel, torch.float32, use=Use.GATHER, **options))
-            gradients.append(transport.allocate(numel, torch.float32, use=Use.REDUCE, **options))
-            gradients[-1].release()
-        transport.settle()
+        sizes, random, wrong = (40, 24, 33, 8), Random(comm.rank), []
+        wholes, gradients = allocated(transport, [size * comm.size for size in sizes])
         owners = shard_owners(topology)
-        wrong = []
         for turn in range(12):
             order = range(len(sizes)) if turn % 2 else reversed(range(len(sizes)))
             for unit in order:
                 size, whole, gradient = sizes[unit], wholes[unit], gradients[unit]
                 time.sleep(random.choice((0.0, 0.0, 0.0, 0.003)))
                 whole.take()
-                whole.tensor[index * size :][:size] = contribution(
-                    comm.rank + turn, size, torch.float32
-                )
+                own(topology, whole.tensor)[:] = contribution(comm.rank + turn, size, torch.float32)
                 transport.all_gather(whole.tensor, name=f"{unit}").wait()
                 expected = torch.cat([contribution(r + turn, size, torch.float32) for r in owners])
                 if bits(whole.tensor) != bits(expected):
@@ -169,7 +179,7 @@ class CollectivesSuite(ConductSuite):
                 transport.reduce_scatter(gradient.tensor, out, scale=1.0, name=f"{unit}").wait()
                 gradient.release()
                 total = expected_sum(topology, size * comm.size, torch.float32, torch.float32)
-                if out.numpy().tobytes() != total[index * size :][:size].tobytes():
+                if out.numpy().tobytes() != own(topology, total).tobytes():
                     wrong.append(f"reduce {unit} in turn {turn}")
         parallel_assert(comm, not wrong, ", ".join(wrong))
 
@@ -177,10 +187,7 @@ class CollectivesSuite(ConductSuite):
         self, comm: MPI.Intracomm, transport: Collectives
     ) -> None:
         """As those of a unit whose only parameter is ``torch.empty(0, 3)``."""
-        options: dict[str, Any] = {"category": "test"}
-        whole = transport.allocate(0, torch.float32, use=Use.GATHER, **options)
-        gradient = transport.allocate(0, torch.float32, use=Use.REDUCE, **options)
-        transport.settle()
+        (whole,), (gradient,) = allocated(transport, [0])
         for turn in range(2):
             whole.take()
             gradient.take()
@@ -196,11 +203,7 @@ class CollectivesSuite(ConductSuite):
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:
         size = 16
-        gradients = [
-            transport.allocate(size * comm.size, torch.float32, category="test", use=Use.REDUCE)
-            for _ in range(6)
-        ]
-        transport.settle()
+        _, gradients = allocated(transport, [size * comm.size] * 6)
         for unit, gradient in enumerate(gradients):  # all at once: more than there are places
             gradient.take()
             gradient.tensor.copy_(contribution(comm.rank + unit, size * comm.size, torch.float32))
@@ -208,33 +211,21 @@ class CollectivesSuite(ConductSuite):
             out = torch.empty(size)
             transport.reduce_scatter(gradient.tensor, out, scale=1.0, name=f"{unit}").wait()
             gradient.release()
-            alone = torch.empty(size)
             plain = contribution(comm.rank + unit, size * comm.size, torch.float32)
-            hpczero.Flat(topology).reduce_scatter(plain, alone, scale=1.0, name="alone").wait()
-            parallel_assert(comm, bits(out) == bits(alone), f"unit {unit}")
+            parallel_assert(comm, bits(out) == bits(by_flat(topology, plain)), f"unit {unit}")
 
     def test_calls_may_be_waited_for_long_after_the_next_ones(
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:
         """A dozen gathers and reductions under way; gradients are released at once and their memory filled anew."""
-        size, index, random, units = 24, topology.shard_index, Random(comm.rank), range(12)
-        wholes, gradients = [], []
-        for _ in units:
-            options: dict[str, Any] = {"category": "test"}
-            wholes.append(
-                transport.allocate(size * comm.size, torch.float32, use=Use.GATHER, **options)
-            )
-            gradients.append(
-                transport.allocate(size * comm.size, torch.float32, use=Use.REDUCE, **options)
-            )
-            gradients[-1].release()
-        transport.settle()
+        size, random, units = 24, Random(comm.rank), range(12)
+        wholes, gradients = allocated(transport, [size * comm.size for _ in units])
         outs, works = [torch.empty(size) for _ in units], []
         for unit in units:
             time.sleep(random.choice((0.0, 0.0, 0.0, 0.003)))
             mine = contribution(comm.rank + unit, size, torch.float32)
             wholes[unit].take()
-            wholes[unit].tensor[index * size :][:size] = mine
+            own(topology, wholes[unit].tensor)[:] = mine
             works.append(transport.all_gather(wholes[unit].tensor, name=f"{unit}"))
             gradient = gradients[unit]
             gradient.take()
@@ -251,8 +242,6 @@ class CollectivesSuite(ConductSuite):
             if bits(wholes[unit].tensor) != bits(expected):
                 wrong.append(f"gather {unit}")
             plain = contribution(comm.rank, size * comm.size, torch.float32) + unit
-            alone = torch.empty(size)
-            hpczero.Flat(topology).reduce_scatter(plain, alone, scale=1.0, name="alone").wait()
-            if bits(outs[unit]) != bits(alone):
+            if bits(outs[unit]) != bits(by_flat(topology, plain)):
                 wrong.append(f"reduce {unit}")
         parallel_assert(comm, not wrong, ", ".join(wrong))

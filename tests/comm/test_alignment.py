@@ -16,16 +16,15 @@ from hpczero.comm.inside import MessageLevel
 from hpczero.kernels.source import VECTOR_NBYTES
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.plan import footprint
-from tests.comm.suite import contribution, expected_sum
+from tests.comm.suite import contribution, expected_sum, own
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 SHARD_NUMEL = 64 * 163
-SMALL = (
-    2**14 + 2**8
-)  # bytes instead of 32 MiB: several chunks, and a size that none of these numbers divides
+# Bytes instead of 32 MiB: several chunks, and a size that none of these numbers divides.
+SMALL = 2**14 + 2**8
 
 WAYS: dict[str, Callable[[hpczero.Topology], Collectives]] = {
     "flat": hpczero.Flat,
@@ -62,8 +61,7 @@ def alignments(
     transport.settle()
     transport.reduce_scatter(full, out, scale=1.0, name="u").wait()
     whole = expected_sum(topology, numel, dtype, torch.float32)
-    mine = whole[topology.shard_index * SHARD_NUMEL :][:SHARD_NUMEL]
-    parallel_assert(comm, out.numpy().tobytes() == mine.tobytes())
+    parallel_assert(comm, out.numpy().tobytes() == own(topology, whole).tobytes())
     transport.close()
     topology.free()
     return seen

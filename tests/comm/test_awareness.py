@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from hpczero.comm.awareness import (
     query_cuda_support,
     try_in_a_job,
 )
+from tests.helpers.processes import write_tool
 
 WORKS, FAILS = (True, "two ranks have tried it"), (False, "two ranks failed")
 
@@ -31,12 +31,7 @@ WORKS, FAILS = (True, "two ranks have tried it"), (False, "two ranks failed")
 @pytest.mark.parametrize(
     ("wish", "said", "trial", "expected"),
     [
-        (
-            True,
-            LibraryClaim(False, "no"),
-            FAILS,
-            True,
-        ),  # the user's word, whatever the library says
+        (True, LibraryClaim(False, "no"), FAILS, True),  # the user's word, whatever is said
         (False, LibraryClaim(True, "yes"), WORKS, False),
         (None, LibraryClaim(True, "yes"), WORKS, True),
         (None, LibraryClaim(True, "yes"), FAILS, False),  # libraries claim support that crashes
@@ -115,9 +110,8 @@ def test_a_library_that_python_keeps_to_itself_is_asked(
     before = query_cuda_support(maps)
     ctypes.CDLL(str(library))  # its symbols are not global
     assert query_cuda_support(maps) is bool(answer)
-    assert before is query_cuda_support(
-        ""
-    )  # as long as it was not in the process, others were asked
+    # As long as it was not in the process, others were asked.
+    assert before is query_cuda_support("")
 
 
 @pytest.mark.mpi
@@ -145,18 +139,27 @@ def test_a_trial_is_a_job_of_its_own_even_inside_a_job(monkeypatch: pytest.Monke
     assert works, said  # on the host's memory, if there is no device
 
 
-def test_a_trial_that_dies_is_a_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = tmp_path / "mpirun"
-    launcher.write_text(f"#!{sys.executable}\nimport os\nos.kill(os.getpid(), 11)\n")
-    launcher.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+@pytest.mark.parametrize(
+    ("launcher", "reason"),
+    [
+        ("#!/bin/sh\nkill -SEGV $$\n", "-11"),
+        ("#!/bin/sh\nexec sleep 60\n", "still trying"),
+        ("", "no mpirun"),
+    ],
+    ids=["dies", "hangs", "is not there"],
+)
+def test_a_trial_that_does_not_end_well_is_a_no(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, reason: str
+) -> None:
+    if launcher:
+        write_tool(tmp_path / "mpirun", launcher)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(awareness, "TRIAL_S", 0.5 if "sleep" in launcher else 60.0)
     works, said = try_in_a_job(os.environ)
     assert not works
-    assert "-11" in said
-    monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    works, said = try_in_a_job(os.environ)
-    assert not works
-    assert "no mpirun" in said
+    assert reason in said
 
 
 SRUN = """#!/bin/sh
@@ -176,10 +179,9 @@ def test_where_there_is_srun_alone_it_tries_one_node_and_two(
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         pytest.skip("no mpirun behind the srun of this test")
-    log, srun = tmp_path / "log", tmp_path / "bin" / "srun"
-    srun.parent.mkdir()
-    srun.write_text(SRUN.format(log=log, mpirun=mpirun, path=os.environ["PATH"]))
-    srun.chmod(0o755)
+    log = tmp_path / "log"
+    program = SRUN.format(log=log, mpirun=mpirun, path=os.environ["PATH"])
+    srun = write_tool(tmp_path / "bin" / "srun", program)
     for tool in ("sh", "env", "grep"):
         (srun.parent / tool).symlink_to(str(shutil.which(tool)))
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
@@ -199,8 +201,7 @@ def test_where_there_is_srun_alone_it_tries_one_node_and_two(
 
 def test_the_trial_goes_the_way_the_job_came(tmp_path: Path) -> None:
     for tool in ("srun", "mpirun"):
-        (tmp_path / tool).write_text("#!/bin/sh\n")
-        (tmp_path / tool).chmod(0o755)
+        write_tool(tmp_path / tool, "#!/bin/sh\n")
     given = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
     by_srun = {**given, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
     by_mpirun = {**by_srun, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
@@ -210,14 +211,3 @@ def test_the_trial_goes_the_way_the_job_came(tmp_path: Path) -> None:
     (tmp_path / "mpirun").unlink()
     assert launchers({"PATH": str(tmp_path)}) == []
     assert "SLURM_JOB_ID" not in environment_of(by_mpirun, by_srun=False)
-
-
-def test_a_trial_that_hangs_is_a_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = tmp_path / "mpirun"
-    launcher.write_text("#!/bin/sh\nexec sleep 60\n")
-    launcher.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(awareness, "TRIAL_S", 0.5)
-    works, said = try_in_a_job(os.environ)
-    assert not works
-    assert "still trying" in said

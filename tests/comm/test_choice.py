@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -29,16 +29,48 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.mpi
 
 
-def kind_of(topology: Topology, transport: str = "auto") -> str:
-    chosen = choose(topology, transport)
+def kind_of(topology: Topology, transport: str = "auto", **options: Any) -> str:
+    chosen = choose(topology, transport, **options)
     said = chosen.describe()
     chosen.close()
     return said
 
 
-@pytest.mark.ranks(2, 3)
-def test_ranks_of_one_node_share_memory(comm: MPI.Intracomm, topology: Topology) -> None:
-    parallel_assert(comm, kind_of(topology) == "shared memory on one node")
+CHOSEN = [  # nodes, transport, how it describes itself
+    ([0], "auto", "flat"),
+    ([0, 0], "auto", "shared memory on one node"),
+    ([0, 1, 2], "auto", "messages inside nodes; between nodes all-gather pairwise"),
+    (
+        [0, 0, 1],
+        "auto",
+        "shared memory inside nodes; between nodes of 1 to 2 ranks all-gather pairwise; ",
+    ),
+    ([0, 0, 1], "hierarchical", "messages inside nodes; between nodes of 1 to 2"),
+    (
+        [0, 0, 1, 1],
+        "auto",
+        "shared memory inside nodes; between nodes all-gather pairwise; reduce-scatter pairwise",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "transport", "said"),
+    [pytest.param(*case, marks=pytest.mark.ranks(len(case[0]))) for case in CHOSEN],
+)
+def test_nodes_decide_the_transport(
+    comm: MPI.Intracomm,
+    nodes: list[int],
+    transport: str,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    topology = hpczero.Topology.create(comm, nodes)
+    with caplog.at_level(logging.WARNING, "hpczero.comm"):
+        found = kind_of(topology, transport)
+    parallel_assert(comm, found.startswith(said), found)
+    parallel_assert(comm, not caplog.records)
+    topology.free()
 
 
 @pytest.mark.ranks(2, 4)
@@ -57,37 +89,6 @@ def test_a_transport_holds_what_the_plan_says_of_its_name(
     parallel_assert(comm, found == expected, f"{found}, expected {expected}")
 
 
-@pytest.mark.ranks(1)
-def test_a_rank_alone_needs_nothing(comm: MPI.Intracomm, topology: Topology) -> None:
-    assert kind_of(topology).startswith("flat")
-
-
-@pytest.mark.ranks(4)
-def test_nodes_of_equal_size_are_a_hierarchy(comm: MPI.Intracomm) -> None:
-    topology = hpczero.Topology.create(comm, [0, 0, 1, 1])
-    said = kind_of(topology)
-    expected = (
-        "shared memory inside nodes; between nodes all-gather pairwise; reduce-scatter pairwise"
-    )
-    parallel_assert(comm, said.startswith(expected), said)
-    topology.free()
-
-
-@pytest.mark.ranks(3)
-def test_uneven_nodes_are_a_hierarchy_too(
-    comm: MPI.Intracomm, caplog: pytest.LogCaptureFixture
-) -> None:
-    topology = hpczero.Topology.create(comm, [0, 0, 1])
-    with caplog.at_level(logging.WARNING, "hpczero.comm"):
-        said = kind_of(topology)
-    expected = "shared memory inside nodes; between nodes of 1 to 2 ranks all-gather pairwise; "
-    parallel_assert(comm, said.startswith(expected), said)
-    parallel_assert(comm, not caplog.records)
-    said = kind_of(topology, "hierarchical")
-    parallel_assert(comm, said.startswith("messages inside nodes; between nodes of 1 to 2"), said)
-    topology.free()
-
-
 @pytest.mark.ranks(3)
 def test_devices_on_uneven_nodes_exchange_messages_and_say_so_once(
     comm: MPI.Intracomm, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -95,9 +96,7 @@ def test_devices_on_uneven_nodes_exchange_messages_and_say_so_once(
     monkeypatch.setenv("HPCZERO_GPU_AWARE", "0")
     topology = hpczero.Topology.create(comm, [0, 0, 1])
     with caplog.at_level(logging.WARNING, "hpczero.comm"):
-        chosen = choose(topology, accelerator=LateAccelerator())
-    said = chosen.describe()
-    chosen.close()
+        said = kind_of(topology, accelerator=LateAccelerator())
     parallel_assert(comm, said.startswith("messages (device memory through the host) inside"), said)
     told = [record.getMessage() for record in caplog.records]
     parallel_assert(comm, len(told) == int(comm.rank == 0), f"{told}")
@@ -137,44 +136,35 @@ def test_without_shared_memory_auto_takes_messages_and_window_is_refused(
     if comm.rank == 1:
         monkeypatch.setattr(inside, "FOLDER", Path("/nowhere"))
     parallel_assert(comm, kind_of(topology).startswith("flat"))
+    refused(comm, CommError, "no shared memory for .*: /nowhere", topology, transport="window")
+
+
+def refused(
+    comm: MPI.Intracomm, kind: type[Exception], said: str, topology: Topology, **options: Any
+) -> None:
+    """``zeroify`` with these options is."""
     model = MLP()
-    raises_on_all(
-        comm,
-        CommError,
-        "no shared memory for .*: /nowhere",
-        lambda: hpczero.zeroify(model, adamw(model), topology=topology, transport="window"),
-    )
+    options["topology"] = topology
+    raises_on_all(comm, kind, said, lambda: hpczero.zeroify(model, adamw(model), **options))
 
 
-@pytest.mark.ranks(3)
-def test_nodes_of_one_rank_are_a_hierarchy_of_one_level(comm: MPI.Intracomm) -> None:
-    topology = hpczero.Topology.create(comm, [0, 1, 2])
-    said = kind_of(topology)
-    parallel_assert(comm, "between nodes" in said and not said.startswith("flat"), said)
-    topology.free()
+def described(**options: Any) -> str:
+    """The transport that ``zeroify`` gets with these options."""
+    model = MLP()
+    with zeroified(model, adamw(model), **options) as sharding:
+        return sharding.collectives.describe()
 
 
 @pytest.mark.ranks(2)
 def test_algorithms_may_be_named(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     topology = hpczero.Topology.create(comm, [0, 1])
-    model = MLP()
-    options = {"topology": topology, "transport": "window", "algorithms": "all_gather=doubling"}
-    with zeroified(model, adamw(model), **options) as sharding:
-        said = sharding.collectives.describe()
-        parallel_assert(comm, "all-gather doubling; reduce-scatter pairwise (given)" in said, said)
+    said = described(topology=topology, transport="window", algorithms="all_gather=doubling")
+    parallel_assert(comm, "all-gather doubling; reduce-scatter pairwise (given)" in said, said)
     monkeypatch.setenv("HPCZERO_ALGORITHMS", "reduce_scatter=library")
-    model = MLP()
-    with zeroified(model, adamw(model), topology=topology) as sharding:
-        said = sharding.collectives.describe()
-        parallel_assert(comm, "all-gather pairwise; reduce-scatter library (given)" in said, said)
+    said = described(topology=topology)
+    parallel_assert(comm, "all-gather pairwise; reduce-scatter library (given)" in said, said)
     monkeypatch.setenv("HPCZERO_ALGORITHMS", "ring")
-    model = MLP()
-    raises_on_all(
-        comm,
-        ConfigError,
-        "algorithms: got 'ring'",
-        lambda: hpczero.zeroify(model, adamw(model), topology=topology),
-    )
+    refused(comm, ConfigError, "algorithms: got 'ring'", topology)
     topology.free()
 
 
@@ -190,14 +180,8 @@ def test_algorithm_that_does_not_fit_the_nodes_is_refused(comm: MPI.Intracomm) -
 
 @pytest.mark.ranks(2)
 def test_unknown_name_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
-    model = MLP()
     said = "transport: got 'nccl', expected one of auto, flat, hierarchical, window"
-    raises_on_all(
-        comm,
-        ConfigError,
-        said,
-        lambda: hpczero.zeroify(model, adamw(model), topology=topology, transport="nccl"),
-    )
+    refused(comm, ConfigError, said, topology, transport="nccl")
 
 
 @pytest.mark.ranks(2)
@@ -205,10 +189,8 @@ def test_environment_says_what_auto_means(
     comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPCZERO_TRANSPORT", "hierarchical")
-    model = MLP()
-    with zeroified(model, adamw(model), topology=topology) as sharding:
-        said = sharding.collectives.describe()
-        parallel_assert(comm, said == "messages on one node", said)
+    said = described(topology=topology)
+    parallel_assert(comm, said == "messages on one node", said)
 
 
 @pytest.mark.ranks(2)
@@ -216,9 +198,7 @@ def test_ranks_that_share_a_device_read_each_others_memory(
     comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPCZERO_GPU_AWARE", "0")
-    chosen = choose(topology, accelerator=LateAccelerator())
-    said = chosen.describe()
-    chosen.close()
+    said = kind_of(topology, accelerator=LateAccelerator())
     expected = "peers' memory of devices on one node, while the model computes"
     parallel_assert(comm, said == expected, said)
     raises_on_all(
@@ -236,18 +216,9 @@ def test_where_peers_cannot_be_mapped_auto_takes_messages(
     monkeypatch.setenv("HPCZERO_GPU_AWARE", "0")
     if comm.rank == 1:
         monkeypatch.setattr(host, "FOLDER", Path("/nowhere"))
-    chosen = choose(topology, accelerator=LateAccelerator())
-    said = chosen.describe()
-    chosen.close()
+    said = kind_of(topology, accelerator=LateAccelerator())
     parallel_assert(comm, said.startswith("flat"), said)
-    raises_on_all(
-        comm,
-        CommError,
-        "/nowhere",
-        lambda: hpczero.zeroify(
-            MLP(), None, topology=topology, transport="ipc", device=LateAccelerator()
-        ),
-    )
+    refused(comm, CommError, "/nowhere", topology, transport="ipc", device=LateAccelerator())
 
 
 class UnreachablePeer(LateAccelerator):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from typing import Any
 
 import pytest
 
@@ -100,12 +101,15 @@ def test_a_collective_that_an_exception_leaves_ends_the_job(
     ends(cut_off(nodes, stage, when))
 
 
-def test_a_ring_that_an_exception_leaves_ends_the_job() -> None:
-    ends(cut_off((0, 1, 2), 3, 0.4, algorithms="all_gather=ring"))
-
-
-def test_a_failure_between_nodes_on_the_thread_ends_the_job() -> None:
-    ends(cut_off((0, 1), 3, 0.2, overlap=True))
+@pytest.mark.parametrize(
+    ("nodes", "when", "options"),
+    [((0, 1, 2), 0.4, {"algorithms": "all_gather=ring"}), ((0, 1), 0.2, {"overlap": True})],
+    ids=["ring", "thread"],
+)
+def test_so_does_one_of_a_ring_and_one_on_the_thread_between_nodes(
+    nodes: tuple[int, ...], when: float, options: dict[str, Any]
+) -> None:
+    ends(cut_off(nodes, 3, when, **options))
 
 
 def ends(job: Finished) -> None:
@@ -114,6 +118,11 @@ def ends(job: Finished) -> None:
     assert "[rank 1] TimeUp: 10 minutes left" in job.stderr, job
     assert re.search(r"\[rank 1\] \w+ cut off .*: the job ends", job.stderr), job
     assert "went on" not in job.stdout, job
+
+
+def run_program(program: str) -> Finished:
+    """On 2 ranks."""
+    return run_ranks(2, ["-c", textwrap.dedent(program)], timeout=60)
 
 
 def test_a_program_alone_goes_on_after_what_it_caught() -> None:
@@ -250,61 +259,63 @@ while step < 4:
 
 @pytest.mark.parametrize("name", ["gather", "largest", "total", "text", "objects"])
 def test_a_call_whose_result_a_signal_has_kept_back_ends_the_job(name: str) -> None:
-    ends(run_ranks(2, ["-c", SIGNAL.replace("NAME", name)], timeout=60))
+    ends(run_program(SIGNAL.replace("NAME", name)))
 
 
 def test_a_signal_handler_that_exits_within_a_call_ends_the_job() -> None:
     """The others would wait for the rest of the call until the time limit, half an hour."""
-    program = SIGNAL.replace("NAME", "gather").replace(
-        'raise TimeUp("10 minutes left")', "raise SystemExit(75)"
-    )
-    job = run_ranks(2, ["-c", program], timeout=60)
+    program = SIGNAL.replace("NAME", "gather")
+    job = run_program(program.replace('raise TimeUp("10 minutes left")', "raise SystemExit(75)"))
     assert job.returncode == 75, job
     assert "[rank 1] sys.exit(75) cut off Topology.gather" in job.stderr, job
 
 
-def test_who_leaves_agreed_work_by_ctrl_c_ends_the_job() -> None:
-    program = """
-    from mpi4py import MPI
-    import hpczero
-    topology = hpczero.Topology.create(MPI.COMM_WORLD)
-    for number in range(2):
-        try:
-            with topology.agreed("read the data"):
-                if topology.rank == 1 and number == 0:
-                    raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            print("caught", flush=True)
-    """
-    job = run_ranks(2, ["-c", textwrap.dedent(program)], timeout=60)
-    assert "caught" not in job.stdout, job
-    assert job.returncode == 1, job
-    assert "KeyboardInterrupt cut off the agreement of all ranks after 'read the data'" in (
-        job.stderr
-    ), job
-
-
-def test_a_save_that_one_rank_has_left_ends_the_job() -> None:
-    program = """
-    import tempfile, torch
-    from mpi4py import MPI
-    import hpczero
-    from hpczero.checkpoint import Checkpoints
-    model = torch.nn.Linear(3, 3)
-    hpczero.zeroify(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=1)
-    topology = hpczero.sharding(model).topology
-    folder = topology.broadcast_text(tempfile.mkdtemp())
-    def at(name):
-        if topology.rank == 1 and name.startswith("wrote"):
-            raise TimeoutError("10 minutes left")
+AGREED_WORK = """
+from mpi4py import MPI
+import hpczero
+topology = hpczero.Topology.create(MPI.COMM_WORLD)
+for number in range(2):
     try:
-        with Checkpoints(folder, model, at=at) as checkpoints:
-            checkpoints.save(0)
-    except TimeoutError:
+        with topology.agreed("read the data"):
+            if topology.rank == 1 and number == 0:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
         print("caught", flush=True)
-    hpczero.checkpoint.save(folder, model, step=0)
-    """
-    job = run_ranks(2, ["-c", textwrap.dedent(program)], timeout=60)
+"""
+SAVE = """
+import tempfile, torch
+from mpi4py import MPI
+import hpczero
+from hpczero.checkpoint import Checkpoints
+model = torch.nn.Linear(3, 3)
+hpczero.zeroify(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=1)
+topology = hpczero.sharding(model).topology
+folder = topology.broadcast_text(tempfile.mkdtemp())
+def at(name):
+    if topology.rank == 1 and name.startswith("wrote"):
+        raise TimeoutError("10 minutes left")
+try:
+    with Checkpoints(folder, model, at=at) as checkpoints:
+        checkpoints.save(0)
+except TimeoutError:
+    print("caught", flush=True)
+hpczero.checkpoint.save(folder, model, step=0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (
+            AGREED_WORK,
+            "KeyboardInterrupt cut off the agreement of all ranks after 'read the data'",
+        ),
+        (SAVE, "TimeoutError cut off a save of a checkpoint"),
+    ],
+    ids=["agreed work", "save"],
+)
+def test_who_leaves_work_of_all_ranks_ends_the_job(program: str, said: str) -> None:
+    job = run_program(program)
     assert "caught" not in job.stdout, job
     assert job.returncode == 1, job
-    assert "TimeoutError cut off a save of a checkpoint" in job.stderr, job
+    assert said in job.stderr, job

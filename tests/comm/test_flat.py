@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ import torch
 import hpczero
 from hpczero.comm.devices import StagedReach
 from hpczero.plan.footprint import EXCHANGE_BYTES
-from tests.comm.suite import CollectivesSuite, contribution, expected_sum
-from tests.helpers.late import LateAccelerator
+from tests.comm.conduct import makes
+from tests.comm.suite import CollectivesSuite, contribution, expected_sum, own
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -21,16 +21,12 @@ if TYPE_CHECKING:
 
 
 class TestFlat(CollectivesSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> hpczero.Flat:
-        return hpczero.Flat(topology, **options)
+    make = makes(hpczero.Flat)
 
 
 @pytest.mark.ranks(3, 4)
 class TestFlatInSmallChunks(CollectivesSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> hpczero.Flat:
-        return hpczero.Flat(topology, chunk_nbytes=20, **options)
+    make = makes(hpczero.Flat, chunk_nbytes=20)
 
     def test_large_buffers(self, comm: MPI.Intracomm) -> None:  # type: ignore[override]
         """Not with 20 bytes at a time."""
@@ -38,9 +34,7 @@ class TestFlatInSmallChunks(CollectivesSuite):
 
 @pytest.mark.ranks(3, 4)
 class TestFlatOverALateDevice(CollectivesSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> hpczero.Flat:
-        return hpczero.Flat(topology, reach=StagedReach(LateAccelerator()), **options)
+    make = makes(hpczero.Flat, StagedReach)
 
 
 @pytest.mark.mpi
@@ -54,7 +48,6 @@ def test_exchange_buffer_stays_within_its_bound(comm: MPI.Intracomm, topology: T
     held, peak = transport.exchange_nbytes, transport.memory.peak["exchange"]
     parallel_assert(comm, 0.99 * EXCHANGE_BYTES < held <= peak <= EXCHANGE_BYTES, f"{held} {peak}")
     whole = expected_sum(topology, full.numel(), torch.float32, torch.float32)
-    mine = whole[topology.shard_index * shard_numel :][:shard_numel]
-    parallel_assert(comm, out.numpy().tobytes() == mine.tobytes())
+    parallel_assert(comm, out.numpy().tobytes() == own(topology, whole).tobytes())
     transport.close()
     parallel_assert(comm, transport.exchange_nbytes == 0)

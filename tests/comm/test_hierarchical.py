@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,13 +11,11 @@ import hpczero
 from hpczero.comm import Hierarchical
 from hpczero.comm.devices import DirectReach, StagedReach
 from hpczero.comm.rails import AlgorithmChoice, Selection
+from tests.comm.conduct import makes
 from tests.comm.suite import CollectivesSuite
-from tests.helpers.late import LateAccelerator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from hpczero import Topology
 
 
 class RectangularSuite(CollectivesSuite):
@@ -48,86 +46,65 @@ class RectangularSuite(CollectivesSuite):
 
 @pytest.mark.ranks(2, 3, 4)
 class TestMessages(RectangularSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Hierarchical:
-        return Hierarchical(topology, inside="messages", **options)
+    make = makes(Hierarchical, inside="messages")
 
 
 @pytest.mark.ranks(2, 3, 4)
 class TestSharedMemory(RectangularSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Hierarchical:
-        return Hierarchical(topology, **options)
+    make = makes(Hierarchical)
 
 
 @pytest.mark.ranks(3, 4)
 class TestMessagesInTheBackground(RectangularSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Hierarchical:
-        return Hierarchical(topology, inside="messages", overlap=True, **options)
+    make = makes(Hierarchical, inside="messages", overlap=True)
 
 
 @pytest.mark.ranks(4)
 class TestSharedMemoryInTheBackground(RectangularSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Hierarchical:
-        return Hierarchical(topology, overlap=True, **options)
+    make = makes(Hierarchical, overlap=True)
 
 
 @pytest.mark.ranks(4)
 class TestDoublingAndPairs(RectangularSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Hierarchical:
-        selection = Selection.parse("all_gather=doubling,reduce_scatter=pairwise")
-        return Hierarchical(topology, selection=selection, **options)
+    make = makes(
+        Hierarchical, selection=Selection.parse("all_gather=doubling,reduce_scatter=pairwise")
+    )
 
 
 @pytest.mark.ranks(4)
 class TestLibraryAndShortRounds(RectangularSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Hierarchical:
-        # rounds of 24 bytes, so that the sizes of the suite take several
-        exchanges = (
-            AlgorithmChoice("pairwise", chunk_nbytes=24),
-            AlgorithmChoice("library", 24, from_nbytes=2000),
-        )
-        selection = Selection(
-            (AlgorithmChoice("pairwise"), AlgorithmChoice("library", from_nbytes=20)), exchanges
-        )
-        return Hierarchical(topology, selection=selection, **options)
+    """Rounds of 24 bytes, so that the sizes of the suite take several."""
+
+    gathers = (AlgorithmChoice("pairwise"), AlgorithmChoice("library", from_nbytes=20))
+    exchanges = (
+        AlgorithmChoice("pairwise", chunk_nbytes=24),
+        AlgorithmChoice("library", 24, from_nbytes=2000),
+    )
+    make = makes(Hierarchical, selection=Selection(gathers, exchanges))
 
 
 @pytest.mark.ranks(2, 3, 4)
 class TestPeersMemory(RectangularSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Hierarchical:
-        return Hierarchical(topology, inside="ipc", **options)
+    make = makes(Hierarchical, inside="ipc")
 
 
 @pytest.mark.ranks(2, 4)
 class TestPeersMemoryOfALateDevice(RectangularSuite):
     """Everything goes on in the background, also on one node."""
 
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Hierarchical:
-        reach = StagedReach(LateAccelerator())
-        return Hierarchical(topology, inside="ipc", overlap=True, reach=reach, **options)
+    make = makes(Hierarchical, StagedReach, inside="ipc", overlap=True)
 
 
 @pytest.mark.ranks(4)
 class TestMessagesOfALateDevice(RectangularSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Hierarchical:
-        selection = Selection.parse("all_gather=ring,reduce_scatter=pairwise")
-        reach = StagedReach(LateAccelerator())
-        return Hierarchical(
-            topology, inside="messages", reach=reach, selection=selection, **options
-        )
+    make = makes(
+        Hierarchical,
+        StagedReach,
+        inside="messages",
+        selection=Selection.parse("all_gather=ring,reduce_scatter=pairwise"),
+    )
 
 
 @pytest.mark.ranks(4)
 class TestMessagesWithDeviceMemory(RectangularSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Hierarchical:
-        reach = DirectReach(LateAccelerator())
-        return Hierarchical(topology, inside="messages", overlap=True, reach=reach, **options)
+    make = makes(Hierarchical, DirectReach, inside="messages", overlap=True)

@@ -73,10 +73,8 @@ def test_description_has_one_line_and_the_table_the_times() -> None:
 
 def test_names_may_be_given() -> None:
     given = Selection.parse("all_gather=doubling, reduce_scatter=library")
-    assert (given.gather_for(0).algorithm, given.exchange_for(0).algorithm) == (
-        "doubling",
-        "library",
-    )
+    found = given.gather_for(0).algorithm, given.exchange_for(0).algorithm
+    assert found == ("doubling", "library")
     assert Selection.parse("all_gather=library").exchanges == DEFAULT.exchanges
 
 

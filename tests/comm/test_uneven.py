@@ -17,8 +17,8 @@ from hpczero.comm.devices import DirectReach, StagedReach
 from hpczero.comm.rails import AlgorithmChoice, Selection
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.memory.buffers import Use
-from tests.comm.suite import CollectivesSuite, bits, contribution, shard_owners
-from tests.helpers.late import LateAccelerator
+from tests.comm.conduct import makes
+from tests.comm.suite import CollectivesSuite, bits, contribution, own, shard_owners
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
 
@@ -109,61 +109,45 @@ def watch(transport: Any) -> Counter[int]:
 
 @pytest.mark.ranks(3, 4, 5)
 class TestMessages(UnevenSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Uneven:
-        return Uneven(topology, inside="messages", **options)
+    make = makes(Uneven, inside="messages")
 
 
 @pytest.mark.ranks(3, 4, 5)
 class TestSharedMemory(UnevenSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Uneven:
-        return Uneven(topology, **options)
+    make = makes(Uneven)
 
 
 @pytest.mark.ranks(3, 4)
 class TestMessagesInTheBackground(UnevenSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Uneven:
-        return Uneven(topology, inside="messages", overlap=True, **options)
+    make = makes(Uneven, inside="messages", overlap=True)
 
 
 @pytest.mark.ranks(4, 5)
 class TestSharedMemoryInTheBackground(UnevenSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Uneven:
-        return Uneven(topology, overlap=True, **options)
+    make = makes(Uneven, overlap=True)
 
 
 @pytest.mark.ranks(4, 5)
 class TestShortRounds(UnevenSuite):
-    large_numel = 2**12 + 3  # a thousand rounds
+    """Rounds of 24 and 512 bytes, so that the sizes of the suite take several."""
 
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Uneven:
-        # rounds of 24 and 512 bytes, so that the sizes of the suite take several
-        exchanges = (
-            AlgorithmChoice("pairwise", 24),
-            AlgorithmChoice("pairwise", 512, from_nbytes=200),
-        )
-        selection = Selection((AlgorithmChoice("pairwise", 20),), exchanges)
-        return Uneven(topology, selection=selection, **options)
+    large_numel = 2**12 + 3  # a thousand rounds
+    gathers = (AlgorithmChoice("pairwise", 20),)
+    exchanges = (
+        AlgorithmChoice("pairwise", 24),
+        AlgorithmChoice("pairwise", 512, from_nbytes=200),
+    )
+    make = makes(Uneven, selection=Selection(gathers, exchanges))
 
 
 @pytest.mark.ranks(4)
 class TestMessagesOfALateDevice(UnevenSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Uneven:
-        reach = StagedReach(LateAccelerator())
-        return Uneven(topology, inside="messages", reach=reach, **options)
+    make = makes(Uneven, StagedReach, inside="messages")
 
 
 @pytest.mark.ranks(4)
 class TestMessagesWithDeviceMemory(UnevenSuite):
-    @staticmethod
-    def make(topology: Topology, **options: Any) -> Uneven:
-        reach = DirectReach(LateAccelerator())
-        return Uneven(topology, inside="messages", overlap=True, reach=reach, **options)
+    make = makes(Uneven, DirectReach, inside="messages", overlap=True)
 
 
 pytestmark = pytest.mark.mpi
@@ -214,7 +198,7 @@ def test_a_node_keeps_one_copy_of_whole_parameters_however_it_divides(comm: MPI.
     transport.settle()
     passing.take()
     for buffer in (kept, passing):
-        buffer.tensor[7 * comm.rank :][:7] = contribution(comm.rank, 7, torch.bfloat16)
+        own(topology, buffer.tensor)[:] = contribution(comm.rank, 7, torch.bfloat16)
         transport.all_gather(buffer.tensor, name="u").wait()
         whole = torch.cat([contribution(r, 7, torch.bfloat16) for r in shard_owners(topology)])
         parallel_assert(comm, bits(buffer.tensor) == bits(whole))

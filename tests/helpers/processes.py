@@ -114,3 +114,11 @@ def launch_environment(**changes: str) -> dict[str, str]:
     ours = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {**kept, **changes}
+
+
+def write_tool(path: Path, text: str) -> Path:
+    """Make ``path`` a program, and its folder where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
