@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -101,6 +102,16 @@ def remove(*files: Path) -> Path:
     return files[0]
 
 
+def put(file: Path, kind: str) -> None:
+    """Something that is no file."""
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("/dev/zero" if kind == "device" else file.name)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "one byte short": lambda path: shorten(path, -1),
     "half": lambda path: shorten(path, (path / STATE_FILE).stat().st_size // 2),
@@ -118,6 +129,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no state": lambda path: remove(path / STATE_FILE),
     "nothing": lambda path: remove(*path.iterdir()),
     "state is a folder": lambda path: remove(path / STATE_FILE).mkdir(),
+    "a manifest without end": lambda path: (path / MANIFEST_FILE).write_text("[" * 100_000),
+    "a manifest that lies": lambda path: resigned(path, lambda body: body.update(step=-1)),
+    "manifest is a FIFO": lambda path: put(remove(path / MANIFEST_FILE), "fifo"),
 }
 
 

@@ -13,7 +13,8 @@ from hpczero.checkpoint.disk.format import STATE_FILE, Manifest, Table
 OLD = (5, 10, 20, 30)
 
 
-def commit(folder: Folder, step: int, line: str, *others: Path) -> Path:
+def commit(folder: Folder, step: int, line: str = "old", *others: Path) -> Path:
+    folder.path.mkdir(parents=True, exist_ok=True)
     temporary = folder.begin(step)
     (temporary / STATE_FILE).write_bytes(line.encode())
     meta = {"line": line}
@@ -39,7 +40,6 @@ def latest_is_there(path: Path) -> bool:
 
 
 def old_line(path: Path) -> Folder:
-    path.mkdir(parents=True)
     folder = Folder(path)
     for step in OLD:
         commit(folder, step, "old")

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,34 +17,8 @@ from torch import Tensor
 from hpczero.checkpoint.foreign.converting import convert
 from hpczero.models import GPT
 from tests.checkpoint.programs import Net
-from tests.helpers.parallel import parallel_assert
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 INDEX = "model.safetensors.index.json"
-
-
-def on_root(comm: MPI.Intracomm, call: Callable[[], object]) -> None:
-    """``call`` on rank 0 alone; where it fails, the test fails on all. Collective over ``comm``."""
-    error: Exception | None = None
-    if comm.rank == 0:
-        try:
-            call()
-        except Exception as caught:  # judged below, on every rank
-            error = caught
-    parallel_assert(comm, error is None, f"{type(error).__name__}: {error}")
-
-
-def same(found: dict[str, Tensor] | None, expected: dict[str, Tensor]) -> bool:
-    """In names, dtypes and every bit; None is what ranks other than 0 have of a full state."""
-    return found is None or (
-        found.keys() == expected.keys()
-        and all(
-            value.dtype == expected[name].dtype and torch.equal(value, expected[name])
-            for name, value in found.items()
-        )
-    )
 
 
 def state(seed: int = 1) -> dict[str, Tensor]:

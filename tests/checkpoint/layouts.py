@@ -222,6 +222,16 @@ def first_ranks(
         comm.Barrier()
 
 
+@contextmanager
+def program_of(comm: MPI.Intracomm, degrees: Mapping[str, int], **options: Any) -> Iterator[Any]:
+    """A ``Program`` on as many ranks as ``degrees`` need; None on the others, which wait at the end. Collective."""
+    with first_ranks(comm, degrees) as topology:
+        program = None if topology is None else Program(topology, **options)
+        yield program
+        if program is not None:
+            program.close()
+
+
 def trained_by_torch(steps: int) -> dict[str, dict[str, Tensor]]:
     """Values and moments of every whole parameter after so many steps of plain torch, by name."""
     shapes = whole_shapes()

@@ -5,6 +5,7 @@ Must not know: what any test looks for.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,10 +77,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Program:
     """One zeroified ``Net`` in training; the same numbers on any number of ranks, up to rounding."""
 
+    optimizer: Any
+
     def __init__(
         self, topology: hpczero.Topology, *, optimizer: str = "AdamW", **options: Any
     ) -> None:
-        self.topology = topology
+        self.topology, self.step = topology, 0
         self.model = Net()
         decayed = [p for p in self.model.parameters() if p.requires_grad and p.dim() > 1]
         others = [p for p in self.model.parameters() if p.requires_grad and p.dim() <= 1]
@@ -87,7 +90,6 @@ class Program:
         self.optimizer = OPTIMIZERS[optimizer](groups)
         hpczero.zeroify(self.model, self.optimizer, topology=topology, **options)
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
-        self.step = 0
 
     def train(self, steps: int) -> list[float]:
         """Global losses of so many steps."""
@@ -97,12 +99,16 @@ class Program:
             mine = global_batch(self.step)[self.topology.rank * share :][:share]
             loss = self.model(mine).mean()
             loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
+            self.update()
             self.step += 1
             losses.append(sum(self.topology.gather(loss.item())) / self.topology.size)
         return losses
+
+    def update(self) -> None:
+        """After a backward."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
 
     def checkpoints(self, folder: Path, **options: Any) -> Checkpoints:
         return Checkpoints(
@@ -118,12 +124,39 @@ class Program:
 
     def load(self, folder: Path) -> Loaded:
         found = hpczero.checkpoint.load(folder, self.model, self.optimizer)
-        self.scheduler.load_state_dict(found.extra["scheduler"])
+        self.take(found.extra)
         self.step = found.step
         return found
 
+    def take(self, extra: dict[str, Any]) -> None:
+        """What ``extra`` gave."""
+        self.scheduler.load_state_dict(extra["scheduler"])
+
     def close(self) -> None:
         hpczero.release(self.model)
+
+
+def held_save() -> tuple[threading.Event, Callable[[str], None]]:
+    """An event, and what keeps a save from being written until it is set."""
+    go_on = threading.Event()
+
+    def at(name: str) -> None:
+        if name == "created":
+            assert go_on.wait(60)
+
+    return go_on, at
+
+
+@contextmanager
+def program_of(
+    comm: MPI.Intracomm, n: int, kind: type[Program] = Program, **options: Any
+) -> Iterator[Any]:
+    """A program on the first ``n`` ranks; None on the others, which wait at the end. Collective over ``comm``."""
+    with first_ranks(comm, n) as topology:
+        program = None if topology is None else kind(topology, **options)
+        yield program
+        if program is not None:
+            program.close()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,20 +19,9 @@ from hpczero.checkpoint.foreign.converting import convert
 from hpczero.checkpoint.foreign.exporting import WeightsForm, export
 from hpczero.checkpoint.foreign.weight_files import WeightFiles, smallest_box
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
-from tests.checkpoint.foreign import (
-    INDEX,
-    once,
-    other_state,
-    same,
-    theirs,
-    write,
-    write_sharded,
-)
+from tests.checkpoint.foreign import INDEX, once, other_state, theirs, write, write_sharded
 from tests.checkpoint.programs import Net
-from tests.helpers.small_models import tiny_gpt
-
-if TYPE_CHECKING:
-    pass
+from tests.helpers.small_models import same_state, tiny_gpt
 
 
 @given(shape=st.lists(st.integers(1, 5), max_size=4), data=st.data())
@@ -109,10 +98,8 @@ def test_index_must_fit_its_files(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             WeightFiles(tmp_path / "w")
 
-    refuses(
-        "'lost' in the index and in no file",
-        {"weight_map": {**places, "lost": places["head.weight"]}},
-    )
+    lost = {**places, "lost": places["head.weight"]}
+    refuses("'lost' in the index and in no file", {"weight_map": lost})
     refuses("1 of its 4 files are not there", {"weight_map": {**places, "a": "b.safetensors"}})
     refuses("expected files in its own folder", {"weight_map": {"a": "../b.safetensors"}})
     refuses("has no 'weight_map'", {})
@@ -124,7 +111,7 @@ def test_checkpoint_of_weights_is_sound_and_exports_the_same(tmp_path: Path) -> 
     assert path.name == "step-000000000"
     assert verify(path).verdict is Verdict.SOUND
     export(path, tmp_path / "out.pt", WeightsForm(format="torch"))
-    assert same(torch.load(tmp_path / "out.pt", weights_only=True), state)
+    assert same_state(torch.load(tmp_path / "out.pt", weights_only=True), state)
     with pytest.raises(ConfigError, match="holds checkpoints already"):
         convert(tmp_path / "weights.pt", tmp_path / "run")
     with pytest.raises(ConfigError, match="cannot tie x to y: there is no such parameter"):
@@ -158,13 +145,11 @@ def test_other_weights_are_no_gpt2(tmp_path: Path) -> None:
     state = theirs(tiny_gpt())
     del state["h.1.ln_2.bias"]
     save_file({**state, "h.0.attn.c_key.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        CheckpointMismatch, match=r"there is no h\.1\.ln_2\.bias; GPT-2 has no h\.0"
-    ):
+    said = r"there is no h\.1\.ln_2\.bias; GPT-2 has no h\.0"
+    with pytest.raises(CheckpointMismatch, match=said):
         convert(tmp_path, tmp_path / "run", layout="gpt2")
     config = {"model_type": "gpt2", "activation_function": "relu"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CheckpointMismatch, match="activation_function is 'relu', expected 'gelu_new'"
-    ):
+    said = "activation_function is 'relu', expected 'gelu_new'"
+    with pytest.raises(CheckpointMismatch, match=said):
         WeightFiles(tmp_path, layout="gpt2")

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import hpczero
 from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import read_manifest
-from hpczero.checkpoint.disk.format import MANIFEST_FILE, MASTER, STATE_FILE
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
 from hpczero.errors import EXIT_CORRUPT_CHECKPOINT, CorruptCheckpoint
 from tests.checkpoint.damage import (
     DAMAGES,
@@ -25,8 +24,8 @@ from tests.checkpoint.damage import (
     golden_copy,
     repaired_after,
 )
-from tests.checkpoint.programs import Program
-from tests.helpers.parallel import parallel_assert
+from tests.checkpoint.programs import Program, program_of
+from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
@@ -81,36 +80,27 @@ def test_a_flip_in_any_dataset_is_named(tmp_path: Path) -> None:
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_flip_in_any_dataset_is_refused_and_named_and_the_model_stays(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, stage: int
+    comm: MPI.Intracomm, folder: Path, stage: int
 ) -> None:
-    program = Program(topology, stage=stage)
-    program.train(2)
-    path = program.save(folder)
-    program.train(1)
-    before = fingerprint(program)
-    table = read_manifest(path).table
-    draw = random.Random(7)
-    for dataset in datasets(path):
-        element = draw.randrange(dataset.numel)
-        slab = dataset.slab(element // dataset.slab_numel)
-        damage(comm, path, dataset.name, element)
-        pattern = f"elements {slab.start:,} to {slab.stop:,} of {dataset.name} "
-        message = raises_on_all(comm, CorruptCheckpoint, pattern, lambda: program.load(folder))
-        names = table.overlapping(slab.start, slab.stop)[:5] if dataset.dtype == "<f4" else []
-        parallel_assert(comm, ", ".join(names) in message, message)
-        parallel_assert(comm, fingerprint(program) == before, dataset.name)
-        damage(comm, path, dataset.name, element)
-    parallel_assert(comm, program.load(folder).path == path)
-    parallel_assert(comm, fingerprint(program) != before)
-    program.close()
-
-
-def damage(comm: MPI.Intracomm, path: Path, name: str, element: int) -> None:
-    """Flip a bit, once for all ranks, when all have done with the file."""
-    comm.Barrier()
-    if comm.rank == 0:
-        flip_in(path, next(d for d in datasets(path) if d.name == name), element)
-    comm.Barrier()
+    with program_of(comm, comm.size, stage=stage) as program:
+        program.train(2)
+        path = program.save(folder)
+        program.train(1)
+        before = fingerprint(program)
+        table = read_manifest(path).table
+        draw = random.Random(7)
+        for dataset in datasets(path):
+            element = draw.randrange(dataset.numel)
+            slab = dataset.slab(element // dataset.slab_numel)
+            on_root(comm, flip_in, path, dataset, element)
+            pattern = f"elements {slab.start:,} to {slab.stop:,} of {dataset.name} "
+            message = raises_on_all(comm, CorruptCheckpoint, pattern, program.load, folder)
+            names = table.overlapping(slab.start, slab.stop)[:5] if dataset.dtype == "<f4" else []
+            parallel_assert(comm, ", ".join(names) in message, message)
+            parallel_assert(comm, fingerprint(program) == before, dataset.name)
+            on_root(comm, flip_in, path, dataset, element)
+        parallel_assert(comm, program.load(folder).path == path)
+        parallel_assert(comm, fingerprint(program) != before)
 
 
 @contextmanager
@@ -128,12 +118,8 @@ def damaged(comm: MPI.Intracomm, path: Path, name: str) -> Iterator[None]:
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 3)
 def test_an_older_one_is_gone_on_from_with_a_warning(
-    comm: MPI.Intracomm,
-    topology: hpczero.Topology,
-    folder: Path,
-    caplog: pytest.LogCaptureFixture,
+    comm: MPI.Intracomm, program: Program, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    program = Program(topology)
     program.train(1)
     older = program.save(folder)
     expected = fingerprint(program)
@@ -151,62 +137,51 @@ def test_an_older_one_is_gone_on_from_with_a_warning(
         if comm.rank == 0:
             assert str(newer) in warned[0]
             assert f"going on from the older {older}" in warned[1]
-    program.close()
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_where_none_is_sound_the_job_ends_with_its_exit_code(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, program: Program, folder: Path
 ) -> None:
-    program = Program(topology)
     path = program.save(folder)
     before = fingerprint(program)
     for name in DAMAGES:
         with damaged(comm, path, name):
-            message = raises_on_all(
-                comm, CorruptCheckpoint, "no older one is there", lambda: program.load(folder)
-            )
+            none = "no older one is there"
+            message = raises_on_all(comm, CorruptCheckpoint, none, program.load, folder)
         parallel_assert(comm, str(path) in message, message)
     parallel_assert(comm, fingerprint(program) == before)
     parallel_assert(comm, CorruptCheckpoint.exit_code == EXIT_CORRUPT_CHECKPOINT)
     program.step = 1
     with damaged(comm, path, "half"), damaged(comm, program.save(folder), "half a manifest"):
-        said = raises_on_all(
-            comm, CorruptCheckpoint, "1 older .* not sound either", lambda: program.load(folder)
-        )
+        neither = "1 older .* not sound either"
+        said = raises_on_all(comm, CorruptCheckpoint, neither, program.load, folder)
     parallel_assert(comm, "step-000000001: manifest.json is not whole" in said, said)
-    program.close()
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 def test_a_checkpoint_that_was_asked_for_by_name_is_loaded_or_nothing(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, program: Program, folder: Path
 ) -> None:
-    program = Program(topology)
     older = program.save(folder)
     program.train(1)
     newer = program.save(folder)
     before = fingerprint(program)
-    damage(comm, newer, MASTER, 5)
-    said = raises_on_all(comm, CorruptCheckpoint, "elements", lambda: program.load(newer))
+    on_root(comm, flip_in, newer, datasets(newer)[0], 5)
+    said = raises_on_all(comm, CorruptCheckpoint, "elements", program.load, newer)
     parallel_assert(comm, "no older one" not in said, said)  # there is one, but nobody looked
     parallel_assert(comm, fingerprint(program) == before)
     parallel_assert(comm, program.load(older).step == 0)
-    program.close()
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_damage_of_what_only_hdf5_needs_does_not_stop_a_load(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, program: Program, folder: Path
 ) -> None:
-    program = Program(topology)
     path = program.save(folder)
-    if comm.rank == 0:
-        flip(path / STATE_FILE, 20, 3)
-        assert verify(path).verdict is Verdict.CORRUPT
-    comm.Barrier()
+    on_root(comm, flip, path / STATE_FILE, 20, 3)
+    parallel_assert(comm, verify(path).verdict is Verdict.CORRUPT)
     parallel_assert(comm, program.load(folder).path == path)
-    program.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.foreign.exporting import export
 from hpczero.errors import CheckpointError, CheckpointMismatch
 from tests.checkpoint.damage import resigned
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import MLP, adamw, mlp_input, raises_on_all, zeroified
 
 if TYPE_CHECKING:
@@ -113,9 +112,8 @@ def test_state_that_no_file_can_hold_is_refused_by_its_module(
     model = build()
     with zeroified(model, None, topology=topology):
         model[0].kept = {"seen": {1, 2}}
-        save = partial(hpczero.checkpoint.save, folder, model, step=1)
-        pattern = r"module '0' \(Scaled\) cannot be kept: state\['seen'\] is a set"
-        raises_on_all(comm, CheckpointError, pattern, save)
+        said = r"module '0' \(Scaled\) cannot be kept: state\['seen'\] is a set"
+        raises_on_all(comm, CheckpointError, said, hpczero.checkpoint.save, folder, model, step=1)
 
 
 def test_state_of_a_module_that_is_not_there_is_refused(
@@ -123,11 +121,11 @@ def test_state_of_a_module_that_is_not_there_is_refused(
 ) -> None:
     with zeroified(model := MLP((7, 3)), None, topology=topology):
         path = hpczero.checkpoint.save(folder, model, step=1)
-        if comm.rank == 0:
-            resigned(path, lambda body: body["meta"].update(extra_states={"layers.1": [4]}))
-        comm.Barrier()
-        load = partial(hpczero.checkpoint.load, path, model)
-        raises_on_all(comm, CheckpointMismatch, "extra state of the module 'layers.1'", load)
+        on_root(
+            comm, resigned, path, lambda body: body["meta"].update(extra_states={"layers.1": [4]})
+        )
+        said = "extra state of the module 'layers.1'"
+        raises_on_all(comm, CheckpointMismatch, said, hpczero.checkpoint.load, path, model)
 
 
 def test_file_without_extra_states_loads_and_says_so(
@@ -139,9 +137,7 @@ def test_file_without_extra_states_loads_and_says_so(
     """Checkpoints of before have none."""
     with zeroified(model := build(), None, topology=topology):
         path = hpczero.checkpoint.save(folder, model, step=1)
-        if comm.rank == 0:
-            resigned(path, lambda body: body["meta"].pop("extra_states"))
-        comm.Barrier()
+        on_root(comm, resigned, path, lambda body: body["meta"].pop("extra_states"))
         with caplog.at_level(logging.WARNING, "hpczero.checkpoint"):
             hpczero.checkpoint.load(path, model)
     said = "holds no extra state of ['0']" in caplog.text

@@ -9,24 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.checkpoint.disk.folder import Folder, read_manifest
-from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, Table, step_folder
-from hpczero.errors import CheckpointError, ConfigError, CorruptCheckpoint
+from hpczero.checkpoint.disk.folder import Folder, in_one_unit, read_manifest
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, step_folder
+from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import sync
 from hpczero.options.config import RunConfig, RunOptions
 from hpczero.run.results.folder import RunFolder
-from tests.checkpoint.test_signed import put
+from tests.checkpoint.damage import put
+from tests.checkpoint.folders import commit
 from tests.files.test_regular import at_once
-
-
-def commit(folder: Folder, step: int, content: bytes = b"state") -> Path:
-    folder.check_room(10)
-    temporary = folder.begin(step)
-    (temporary / STATE_FILE).write_bytes(content)
-    return folder.commit(
-        temporary,
-        Manifest(step, "2026", 1, Table(()), (), len(content), "", {"content": content.hex()}),
-    )
 
 
 def steps(folder: Folder) -> list[int]:
@@ -69,7 +60,6 @@ def test_retention_keeps_the_newest_sound_ones(tmp_path: Path) -> None:
     for step in range(1, 7):
         commit(folder, step)
     (tmp_path / step_folder(6) / MANIFEST_FILE).write_text("{")  # the newest is not sound
-    (tmp_path / step_folder(4) / STATE_FILE).write_bytes(b"short")
     (tmp_path / step_folder(4) / STATE_FILE).write_bytes(b"longer than it was")
     folder.retain(2)
     assert steps(folder) == [5, 3]
@@ -86,9 +76,7 @@ def test_retention_leaves_what_it_cannot_read_now_and_what_a_later_version_wrote
     away, later = (tmp_path / step_folder(step) / MANIFEST_FILE for step in (2, 3))
     text = away.read_text()
     away.unlink()
-    away.symlink_to(
-        "a" * 300
-    )  # as where a file server does not answer: an error, and not that it is gone
+    away.symlink_to("a" * 300)  # as where a file server does not answer: it is not gone
     manifest = Manifest.from_json(later.read_text())
     later.write_text(dataclasses.replace(manifest, version=2).to_json())
     folder.retain(1)
@@ -138,9 +126,9 @@ def test_unfinished_saves_go_once_they_are_old(tmp_path: Path) -> None:
 
 def test_same_step_again_replaces_and_never_leaves_none(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
-    commit(folder, 5, b"first")
-    path = commit(folder, 5, b"second time")
-    assert read_manifest(path).meta["content"] == b"second time".hex()
+    commit(folder, 5, "first")
+    path = commit(folder, 5, "second time")
+    assert read_manifest(path).meta["line"] == "second time"
     assert steps(folder) == [5]
     # a job that was killed between the two renames
     path.rename(tmp_path / ".replaced-step-000000005-0badcafe")
@@ -153,8 +141,8 @@ def test_same_step_again_replaces_and_never_leaves_none(tmp_path: Path) -> None:
 
 def test_size_of_the_file_is_checked(tmp_path: Path) -> None:
     path = commit(Folder(tmp_path), 1)
-    (path / STATE_FILE).write_bytes(b"stat")
-    with pytest.raises(CorruptCheckpoint, match=r"state.h5 has 4 bytes, expected 5"):
+    (path / STATE_FILE).write_bytes(b"four")
+    with pytest.raises(CorruptCheckpoint, match=r"state.h5 has 4 bytes, expected 3"):
         read_manifest(path)
 
 
@@ -238,10 +226,8 @@ def test_links_among_checkpoints_go_without_what_they_lead_to(tmp_path: Path) ->
 
 
 def test_what_the_system_says_without_a_number_is_told(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match="as a run folder: no number;"),
-        RunFolder(tmp_path).writing(),
-    ):
+    said = pytest.raises(ConfigError, match="as a run folder: no number;")
+    with said, RunFolder(tmp_path).writing():
         raise OSError("no number")
 
 
@@ -268,3 +254,29 @@ def test_what_is_no_folder_is_told_as_what_it_is(tmp_path: Path, kind: str) -> N
         path.touch()
     with pytest.raises(ConfigError, match=f"is a {kind}, expected a folder"):
         Folder(path).candidates()
+
+
+# --- what a message says of room
+
+
+@pytest.mark.parametrize(
+    ("free", "needed", "said"),
+    [
+        (0, 5 * 2**30, ("0 MiB", "5,120")),
+        (10 * 2**20 + 1, 10 * 2**20 + 5, ("10 MiB", "11")),
+        (4095, 4096, ("4,095 bytes", "4,096")),
+        (2**20, 2**20 + 9, ("1,024 KiB", "1,025")),
+    ],
+)
+def test_sizes_of_a_message_differ_in_it(free: int, needed: int, said: tuple[str, str]) -> None:
+    assert in_one_unit(free, needed) == said
+
+
+def test_small_quota_is_told_in_numbers_that_show_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list(os.statvfs(tmp_path))
+    found[1], found[4] = 1, 90 * 2**10  # f_frsize, f_bavail
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found))
+    with pytest.raises(CheckpointNotWritten, match=r": 90 KiB are free and the checkpoint needs 1"):
+        Folder(tmp_path).check_room(60 * 2**10)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 import hpczero
 from hpczero.checkpoint.disk.format import MASTER
 from hpczero.checkpoint.disk.stored import Stored
+from hpczero.checkpoint.foreign import weight_files
 from hpczero.checkpoint.foreign.converting import convert
 from hpczero.checkpoint.foreign.exporting import WeightsForm, export
 from hpczero.checkpoint.foreign.safe_file import DIGESTS_KEY
@@ -27,12 +28,12 @@ from hpczero.data import ByteTokenizer
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
 from hpczero.models import GPT, GPTConfig
 from hpczero.run.results.weights import Weights, write_weights
-from tests.checkpoint.damage import flip
-from tests.checkpoint.foreign import checkpoint, on_root, other_state, state, theirs
-from tests.checkpoint.programs import Program
+from tests.checkpoint.damage import flip, put
+from tests.checkpoint.foreign import checkpoint, other_state, state, theirs
+from tests.checkpoint.programs import Program, program_of
 from tests.files.test_regular import at_once
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all, tiny_gpt
+from tests.helpers.parallel import on_root, parallel_assert
+from tests.helpers.small_models import raises_on_all, same_state, tiny_gpt
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -149,12 +150,7 @@ def test_files_without_digests_are_told_once(
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "loop"])
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
     path = tmp_path / name
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero" if kind == "device" else name)
+    put(path, kind)
     with at_once(), pytest.raises((ConfigError, CheckpointError), match=f"{name}: "):
         WeightFiles(path)
     with at_once(), pytest.raises((ConfigError, CheckpointError)):
@@ -217,11 +213,10 @@ def test_failure_of_the_machine_is_not_called_damage_of_a_torch_file(
         raise error
 
     monkeypatch.setattr(at, fails)
-    with pytest.raises(
-        CheckpointError, match=r"w.pt: cannot be read: (out of memory|Too many)"
-    ) as e:
+    said = r"w.pt: cannot be read: (out of memory|Too many)"
+    with pytest.raises(CheckpointError, match=said) as told:
         TorchFile(tmp_path / "w.pt")
-    assert "damaged" not in str(e.value)
+    assert "damaged" not in str(told.value)
 
 
 def test_two_keys_that_would_be_one_are_refused(tmp_path: Path) -> None:
@@ -243,15 +238,8 @@ def test_layers_without_end_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"n_embd": 0},
-        {"n_embd": "18"},
-        {"n_head": None},
-        {"n_layer": 10**4000},
-        {"n_inner": 7},
-        {"vocab_size": [61]},
-        {"resid_pdrop": "x"},
-    ],
+    [{"n_embd": 0}, {"n_embd": "18"}, {"n_layer": 10**4000}, {"n_inner": 7}, {"resid_pdrop": "x"}],
+    ids=lambda fields: next(iter(fields)),
 )
 def test_config_that_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
     torch.save(theirs(tiny_gpt()), tmp_path / "w.pt")
@@ -272,48 +260,39 @@ def test_values_that_fp32_cannot_hold_are_not_made_infinite(tmp_path: Path) -> N
         (found,) = stored.read(MASTER, 0, 3)
     assert found.tolist() == [1.5, float("inf"), 0.0]
     torch.save({"w": torch.tensor([1.0, 1e300], dtype=torch.float64)}, tmp_path / "w.pt")
-    with pytest.raises(
-        CheckpointMismatch, match=r"w.pt: 'w' holds 1e\+300, which torch.float32 cannot"
-    ):
+    said = r"w.pt: 'w' holds 1e\+300, which torch.float32 cannot"
+    with pytest.raises(CheckpointMismatch, match=said):
         convert(tmp_path / "w.pt", tmp_path / "other")
     assert not (tmp_path / "other").exists() or not list((tmp_path / "other").glob("*step*"))
 
 
+LARGE = {"head.weight": torch.full((7, 13), 1e300, dtype=torch.float64)}
+UNFIT: dict[str, tuple[str, dict[str, Tensor], str]] = {
+    "large": ("fp32", LARGE, r"'head.weight' holds 1e\+300, which torch.float32 cannot"),
+    "half": ("fp16", {"frozen.bias": torch.full((13,), 7e4)}, "holds 70000, which torch.float16"),
+    "between": ("fp32", {"calls": torch.tensor(17.5)}, "'calls' holds 17.5, which torch.int64 can"),
+}
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("case", UNFIT)
 def test_values_that_the_model_cannot_hold_are_refused_and_the_model_stays(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, folder: Path, case: str
 ) -> None:
-    good = other_state()
-    large = {**good, "head.weight": good["head.weight"].double() * 1e300}
-    half = {**good, "frozen.bias": good["frozen.bias"] + 70_000}
-    between = {**good, "calls": torch.tensor(17.5)}
-    for precision, weights, message in (
-        ("fp32", large, r"'head.weight' holds -?[0-9.]+e\+(299|300), which torch.float32 cannot"),
-        ("fp16", half, "frozen.bias.* holds 7000[0-9.]*, which torch.float16 cannot"),
-        ("fp32", between, "'calls' holds 17.5, which torch.int64 cannot"),
-    ):
-        on_root(comm, lambda weights=weights: torch.save(weights, folder / "w.pt"))  # type: ignore[misc]
-        program = Program(topology, precision=precision)
+    precision, values, message = UNFIT[case]
+    on_root(comm, torch.save, {**other_state(), **values}, folder / "w.pt")
+    with program_of(comm, comm.size, precision=precision) as program:
         before = hpczero.full_state_dict(program.model)
-
-        def call(program: Program = program) -> None:
-            hpczero.checkpoint.import_weights(folder / "w.pt", program.model)
-
-        raises_on_all(comm, CheckpointMismatch, message, call)
-        after = hpczero.full_state_dict(program.model)
-        same = (
-            after is None or before is None or all(torch.equal(after[n], before[n]) for n in after)
-        )
-        parallel_assert(comm, same)
-        program.close()
-        comm.Barrier()
+        load = partial(hpczero.checkpoint.import_weights, folder / "w.pt", program.model)
+        raises_on_all(comm, CheckpointMismatch, message, load)
+        parallel_assert(comm, same_state(hpczero.full_state_dict(program.model), before))
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_damage_that_one_rank_finds_is_told_on_all(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, program: Program, folder: Path
 ) -> None:
     path = folder / "w.pt"
 
@@ -323,11 +302,33 @@ def test_damage_that_one_rank_finds_is_told_on_all(
         flip(path, data.index(other_state()["frozen.weight"].numpy().tobytes()) + 40, 3)
 
     on_root(comm, damaged)
-    program = Program(topology)
-    raises_on_all(
-        comm,
-        CheckpointError,
-        r"w.pt: damaged at '.*/data/[0-9]+'",
-        lambda: hpczero.checkpoint.import_weights(path, program.model),
-    )
-    program.close()
+    load = partial(hpczero.checkpoint.import_weights, path, program.model)
+    raises_on_all(comm, CheckpointError, r"w.pt: damaged at '.*/data/[0-9]+'", load)
+
+
+# --- casts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", [(), (3001,), (7, 433), (1, 5000), (40, 3, 30)])
+def test_a_value_beyond_the_dtype_is_found_anywhere_in_a_large_tensor(
+    shape: tuple[int, ...], turned: bool, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "CHECKED_NUMEL", 1000)
+    values = torch.linspace(-9, 9, torch.Size(shape).numel()).view(shape)
+    seen = values.movedim(0, -1) if turned and shape else values
+    assert torch.equal(weight_files.cast(seen, torch.float16, "w"), seen.half())
+    values.view(-1)[0 if place == "first" else -1] = 70000.0
+    with pytest.raises(CheckpointMismatch, match=r"w holds 70000, which torch\.float16 cannot"):
+        weight_files.cast(seen, torch.float16, "w")
+
+
+def test_an_infinite_value_stays_infinite() -> None:
+    values = torch.tensor([float("inf"), 1.0])
+    assert torch.equal(weight_files.cast(values, torch.float16, "w"), values.half())
+
+
+def test_a_whole_number_that_would_change_is_found() -> None:
+    with pytest.raises(CheckpointMismatch):
+        weight_files.cast(torch.arange(2**24, 2**24 + 3), torch.float32, "w")

@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpczero.checkpoint.disk.folder import LATEST, Folder, read_manifest
-from hpczero.checkpoint.disk.format import STATE_FILE
-from tests.checkpoint.programs import Program
-from tests.helpers.parallel import parallel_assert
+from tests.checkpoint.damage import datasets, flip_in
+from tests.checkpoint.programs import Program, program_of
+from tests.helpers.parallel import on_root, parallel_assert
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpczero import Topology
-
 pytestmark = pytest.mark.mpi
+
+
+def steps(folder: Path) -> list[int]:
+    return [manifest.step for _, manifest in Folder(folder).valid()]
 
 
 @pytest.mark.ranks(1, 2)
 def test_save_of_an_earlier_step_returns_what_is_there_and_the_next_start_goes_on_from_it(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
+    comm: MPI.Intracomm, program: Program, folder: Path
 ) -> None:
     for step in (10, 20):
-        other = Program(topology)
-        other.step = step
-        other.save(folder, keep=3)
-        other.close()
-    program = Program(topology)
+        with program_of(comm, comm.size) as other:
+            other.step = step
+            other.save(folder, keep=3)
     path = program.save(folder, keep=1)
     parallel_assert(comm, path.is_dir() and read_manifest(path).step == 0, str(path))
     parallel_assert(comm, (folder / LATEST).read_text() == f"{path.name}\n")
@@ -38,26 +38,22 @@ def test_save_of_an_earlier_step_returns_what_is_there_and_the_next_start_goes_o
     comm.Barrier()
     aside = sorted(p.name for p in folder.glob("aside-*/step-*"))
     parallel_assert(comm, aside == ["step-000000010", "step-000000020"], str(aside))
-    program.close()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("background", [False, True])
 def test_model_that_goes_back_leaves_the_line_it_has_left(
     comm: MPI.Intracomm,
-    topology: Topology,
+    program: Program,
     folder: Path,
     background: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    program = Program(topology)
     with program.checkpoints(folder, keep=3) as checkpoints:
         for _ in range(3):
             program.train(2)
             checkpoints.save(program.step, program.extra())
-        if comm.rank == 0:
-            (folder / "best").symlink_to("step-000000002")
-        comm.Barrier()
+        on_root(comm, (folder / "best").symlink_to, "step-000000002")
         checkpoints.load(folder / "best")
         program.step = 2
         parallel_assert(comm, len(Folder(folder).candidates()) == 3, "a load writes nothing")
@@ -66,86 +62,70 @@ def test_model_that_goes_back_leaves_the_line_it_has_left(
             program.train(1)
             checkpoints.save(program.step, program.extra())
     comm.Barrier()
-    steps = [manifest.step for _, manifest in Folder(folder).valid()]
-    parallel_assert(comm, steps == [6, 5], str(steps))
+    parallel_assert(comm, steps(folder) == [6, 5], str(steps(folder)))
     aside = sorted(p.name for p in folder.glob("aside-*/step-*"))
     parallel_assert(comm, aside == ["step-000000004", "step-000000006"], str(aside))
     told = caplog.text.count("set aside in")
     parallel_assert(comm, told == (1 if comm.rank == 0 else 0), caplog.text)
-    program.close()
+
+
+def save_at(program: Program, folder: Path, *numbers: int) -> Path:
+    """Checkpoints of these steps; the last of them. Collective."""
+    for number in numbers:
+        program.step = number
+        path = program.save(folder)
+    return path
 
 
 @pytest.mark.ranks(2)
 def test_corrupt_newest_goes_aside_and_is_not_what_retention_keeps(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
+    comm: MPI.Intracomm, program: Program, folder: Path
 ) -> None:
-    program = Program(topology)
-    for step in (10, 20):
-        program.step = step
-        program.save(folder)
-    if comm.rank == 0:
-        file = folder / "step-000000020" / STATE_FILE
-        data = bytearray(file.read_bytes())
-        data[-3000] ^= 1
-        file.write_bytes(data)
-    comm.Barrier()
+    path = save_at(program, folder, 10, 20)
+    on_root(comm, flip_in, path, datasets(path)[0], 0)
     found = program.load(folder)
     program.step = found.step + 1
     path = program.save(folder, keep=1)
     parallel_assert(comm, path.is_dir() and path.name == "step-000000011", str(path))
     parallel_assert(comm, [p.name for p in Folder(folder).candidates()] == [path.name])
-    program.close()
 
 
 @pytest.mark.ranks(1)
 def test_a_folder_that_nobody_keeps_small_may_hold_checkpoints_of_several_models(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
+    comm: MPI.Intracomm, folder: Path
 ) -> None:
     for step in (1, 2, 3, 3):
-        program = Program(topology)
-        program.step = step
-        program.save(folder)
-        program.close()
-    parallel_assert(comm, [m.step for _, m in Folder(folder).valid()] == [3, 2, 1])
+        with program_of(comm, comm.size) as program:
+            save_at(program, folder, step)
+    parallel_assert(comm, steps(folder) == [3, 2, 1])
     parallel_assert(comm, len(list(folder.glob("aside-*/step-000000003"))) == 1)
 
 
 @pytest.mark.ranks(2)
 def test_copy_named_after_a_later_step_is_passed_over_unless_it_is_asked_for(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, caplog: pytest.LogCaptureFixture
+    comm: MPI.Intracomm, program: Program, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    program = Program(topology)
-    for step in (5, 8):
-        program.step = step
-        program.save(folder)
+    save_at(program, folder, 5, 8)
     copy = folder / "step-000000020"
-    if comm.rank == 0:
-        shutil.copytree(folder / "step-000000005", copy)
-    comm.Barrier()
+    on_root(comm, shutil.copytree, folder / "step-000000005", copy)
     parallel_assert(comm, program.load(folder).step == 8)
     parallel_assert(comm, program.load(copy).step == 5)
     told = "named after step 20 and holds step 5" in caplog.text
     parallel_assert(comm, told is (comm.rank == 0), caplog.text)
-    program.close()
 
 
 @pytest.mark.ranks(2)
 def test_model_that_comes_from_a_link_in_a_folder_is_of_that_folders_line(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
+    comm: MPI.Intracomm, program: Program, folder: Path
 ) -> None:
-    program = Program(topology)
-    for step in (5, 8):
-        program.step = step
-        program.save(folder)
+    path, elsewhere = save_at(program, folder, 5, 8), folder / "elsewhere"
     if comm.rank == 0:
-        (folder / "elsewhere").mkdir()
-        (folder / "step-000000008").rename(folder / "elsewhere" / "step-000000008")
-        (folder / "step-000000008").symlink_to("elsewhere/step-000000008")
+        elsewhere.mkdir()
+        path.rename(elsewhere / path.name)
+        path.symlink_to(f"elsewhere/{path.name}")
     comm.Barrier()
     program.load(folder)
     program.step = 9
     program.save(folder, keep=3)
-    steps = [manifest.step for _, manifest in Folder(folder).valid()]
-    parallel_assert(comm, steps == [9, 8, 5], str(steps))
+    parallel_assert(comm, steps(folder) == [9, 8, 5], str(steps(folder)))
     parallel_assert(comm, not list(folder.glob("aside-*")))
-    program.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,23 +16,25 @@ from torch import Tensor
 import hpczero
 from hpczero.checkpoint.foreign.converting import convert
 from hpczero.errors import CheckpointMismatch, ConfigError
-from tests.checkpoint.foreign import (
-    on_root,
-    once,
-    other_state,
-    same,
-    theirs,
-    write,
+from tests.checkpoint.foreign import once, other_state, theirs, write
+from tests.checkpoint.programs import Program, program_of
+from tests.helpers.parallel import on_root, parallel_assert
+from tests.helpers.small_models import (
+    MLP,
+    raises_on_all,
+    same_state,
+    tiny_gpt,
+    tiny_tokens,
+    zeroified,
 )
-from tests.checkpoint.programs import Net, Program, first_ranks
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all, tiny_gpt, tiny_tokens, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-@pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", ["torch", "safetensors", "sharded"])
@@ -38,153 +42,116 @@ def test_weights_come_in_and_the_optimizer_stays(
     comm: MPI.Intracomm, folder: Path, kind: str, stage: int
 ) -> None:
     state = other_state()
-    on_root(comm, lambda: write(folder, state, kind))
-    path = comm.bcast(next(folder.iterdir()) if comm.rank == 0 else None)
-    with first_ranks(comm, comm.size) as topology:
-        assert topology is not None
-        program = Program(topology, stage=stage)
+    on_root(comm, write, folder, state, kind)
+    (path,) = folder.iterdir()
+    with program_of(comm, comm.size, stage=stage) as program:
         program.train(2)
         moments = [s["exp_avg"].clone() for s in program.optimizer.state.values()]
         hpczero.checkpoint.import_weights(path, program.model)
         found = hpczero.full_state_dict(program.model)
         kept = [s["exp_avg"] for s in program.optimizer.state.values()]
-        unchanged = all(torch.equal(a, b) for a, b in zip(moments, kept, strict=True))
-        calls = int(program.model.get_buffer("calls"))
+        parallel_assert(comm, all(map(torch.equal, moments, kept)))
+        parallel_assert(comm, int(program.model.get_buffer("calls")) == 41)
         program.train(1)  # goes on
-        program.close()
-    parallel_assert(comm, unchanged)
-    parallel_assert(comm, calls == 41)
-    parallel_assert(comm, same(found, state))
+    parallel_assert(comm, same_state(found, state))
 
 
-@pytest.mark.mpi
 @pytest.mark.ranks(1, 2, 3)
 def test_weights_that_are_no_numbers_are_told_once(
-    comm: MPI.Intracomm, folder: Path, caplog: pytest.LogCaptureFixture
+    comm: MPI.Intracomm, program: Program, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = {name: value.clone() for name, value in once(other_state()).items()}
-    name = next(
-        name for name, value in state.items() if value.ndim == 2 and value.is_floating_point()
-    )
-    state[name].fill_(torch.nan)
-    on_root(comm, lambda: save_file(state, folder / "model.safetensors"))
-    with first_ranks(comm, comm.size) as topology:
-        assert topology is not None
-        program = Program(topology)
-        hpczero.checkpoint.import_weights(folder, program.model)
-        program.close()
+    state = once(other_state())
+    state["head.weight"] = torch.full_like(state["head.weight"], torch.nan)
+    on_root(comm, save_file, state, folder / "model.safetensors")
+    hpczero.checkpoint.import_weights(folder, program.model)
     told = [record.getMessage() for record in caplog.records if "no number" in record.getMessage()]
     every = [line for lines in comm.allgather(told) for line in lines]
-    parallel_assert(comm, len(every) == 1 and name in every[0], str(every))
+    parallel_assert(comm, len(every) == 1 and "head.weight" in every[0], str(every))
 
 
-@pytest.mark.mpi
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_any_floating_dtype_becomes_fp32(
     comm: MPI.Intracomm, folder: Path, dtype: torch.dtype
 ) -> None:
     state = other_state()
     cast = {n: v.to(dtype) if v.dtype is torch.float32 else v for n, v in once(state).items()}
-    on_root(comm, lambda: save_file(cast, folder / "model.safetensors"))
+    on_root(comm, save_file, cast, folder / "model.safetensors")
     expected = {name: cast.get(name, cast["embed.weight"]).to(v.dtype) for name, v in state.items()}
     for name in ("frozen.weight", "frozen.bias"):  # no optimizer, so no master
         expected[name] = expected[name].bfloat16().float()
-    with first_ranks(comm, comm.size) as topology:
-        assert topology is not None
-        program = Program(topology, precision="bf16")
+    with program_of(comm, comm.size, precision="bf16") as program:
         hpczero.checkpoint.import_weights(folder, program.model)
         found = hpczero.full_state_dict(program.model)
-        program.close()
-    parallel_assert(comm, same(found, expected))
+    parallel_assert(comm, same_state(found, expected))
 
 
-def refused(comm: MPI.Intracomm, file: Path, state: dict[str, Tensor], message: str) -> None:
-    """On every rank, and the model is as it was."""
-    on_root(comm, lambda: torch.save(state, file))
-    with first_ranks(comm, comm.size) as topology:
-        assert topology is not None
-        program = Program(topology)
-        before = hpczero.full_state_dict(program.model)
-
-        def call() -> None:
-            hpczero.checkpoint.import_weights(file, program.model)
-
-        raises_on_all(comm, CheckpointMismatch, message, call)
-        after = hpczero.full_state_dict(program.model)
-        program.close()
-    parallel_assert(comm, before is None or same(after, before))
+def without(state: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if name not in names}
 
 
-@pytest.mark.mpi
-@pytest.mark.ranks(2, 3)
-def test_weights_of_another_model_are_listed(comm: MPI.Intracomm, folder: Path) -> None:
-    state = other_state()
-    other = {**state, "more": torch.ones(1), "head.weight": torch.ones(13, 7)}
-    del other["mean"], other["frozen.bias"]
-    message = (
-        r"they have no frozen.bias, mean; the model has no more; "
-        r"head.weight is \(13, 7\) in the file and \(7, 13\) in the model. Build the model"
-    )
-    refused(comm, folder / "a.pt", other, message)
-    whole = {**state, "head.weight": torch.ones(7, 13, dtype=torch.int8)}
-    refused(
-        comm, folder / "b.pt", whole, "head.weight is torch.int8 in the file, expected floating"
-    )
-    untied = {**state, "back.weight": state["back.weight"] + 1}
-    refused(comm, folder / "c.pt", untied, "embed.weight and back.weight are tied in the model and")
+OTHERS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
+    "names and shapes": (
+        lambda s: (
+            without(s, "mean", "frozen.bias")
+            | {"more": torch.ones(1), "head.weight": torch.ones(13, 7)}
+        ),
+        r"they have no frozen.bias, mean; the model has no more; head.weight is \(13, 7\) in the "
+        r"file and \(7, 13\) in the model. Build the model",
+    ),
+    "whole numbers": (
+        lambda s: s | {"head.weight": torch.ones(7, 13, dtype=torch.int8)},
+        "head.weight is torch.int8 in the file, expected floating",
+    ),
+    "untied": (
+        lambda s: s | {"back.weight": s["back.weight"] + 1},
+        "embed.weight and back.weight are tied in the model and",
+    ),
+}
 
 
-@pytest.mark.mpi
-@pytest.mark.ranks(2, 3)
-def test_files_that_are_not_there_are_refused_on_all_ranks(
-    comm: MPI.Intracomm, folder: Path
+@pytest.mark.parametrize("difference", OTHERS)
+def test_weights_of_another_model_are_refused_and_the_model_stays(
+    comm: MPI.Intracomm, program: Program, folder: Path, difference: str
 ) -> None:
-    with zeroified(Net(), None, stage=3) as sharding:
+    change, said = OTHERS[difference]
+    on_root(comm, torch.save, change(other_state()), folder / "w.pt")
+    before = hpczero.full_state_dict(program.model)
+    load = partial(hpczero.checkpoint.import_weights, folder / "w.pt", program.model)
+    raises_on_all(comm, CheckpointMismatch, said, load)
+    parallel_assert(comm, same_state(hpczero.full_state_dict(program.model), before))
 
-        def call() -> None:
-            hpczero.checkpoint.import_weights(folder, sharding.model)
 
-        raises_on_all(comm, ConfigError, "no weights there", call)
+def test_files_that_are_not_there_are_refused_on_all_ranks(
+    comm: MPI.Intracomm, model: MLP, folder: Path
+) -> None:
+    load = partial(hpczero.checkpoint.import_weights, folder, model)
+    raises_on_all(comm, ConfigError, "no weights there", load)
 
 
-@pytest.mark.mpi
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_gpt2_layout_comes_in(comm: MPI.Intracomm, folder: Path, prefix: str) -> None:
     origin = tiny_gpt(seed=5)
     state = {prefix + name: value for name, value in theirs(origin).items()}
     state["lm_head.weight"] = state[prefix + "wte.weight"]
-    on_root(comm, lambda: torch.save(state, folder / "w.bin"))
+    on_root(comm, torch.save, state, folder / "w.bin")
     with zeroified(tiny_gpt(), None, stage=3) as sharding:
-        raises_on_all(
-            comm,
-            CheckpointMismatch,
-            "give layout='gpt2'",
-            lambda: hpczero.checkpoint.import_weights(folder, sharding.model),
-        )
-        hpczero.checkpoint.import_weights(folder, sharding.model, layout="gpt2")
+        load = partial(hpczero.checkpoint.import_weights, folder, sharding.model)
+        raises_on_all(comm, CheckpointMismatch, "give layout='gpt2'", load)
+        load(layout="gpt2")
         found = hpczero.full_state_dict(sharding.model)
-    parallel_assert(comm, same(found, origin.state_dict()))
+    parallel_assert(comm, same_state(found, origin.state_dict()))
 
 
-@pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_other_heads_are_refused_though_shapes_fit(comm: MPI.Intracomm, folder: Path) -> None:
     config = json.dumps({"model_type": "gpt2", "n_head": 3, "n_embd": 18})
-    on_root(comm, lambda: save_file(theirs(tiny_gpt()), folder / "model.safetensors"))
-    on_root(comm, lambda: (folder / "config.json").write_text(config))
+    on_root(comm, save_file, theirs(tiny_gpt()), folder / "model.safetensors")
+    on_root(comm, (folder / "config.json").write_text, config)
     with zeroified(tiny_gpt(), None) as sharding:
-        raises_on_all(
-            comm,
-            CheckpointMismatch,
-            "3 attention heads, and the model has 2",
-            lambda: hpczero.checkpoint.import_weights(folder, sharding.model, layout="gpt2"),
-        )
+        load = partial(hpczero.checkpoint.import_weights, folder, sharding.model, layout="gpt2")
+        raises_on_all(comm, CheckpointMismatch, "3 attention heads, and the model has 2", load)
 
 
-@pytest.mark.mpi
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
 def test_weights_that_are_not_the_same_on_all_ranks_are_refused(
     comm: MPI.Intracomm, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -196,21 +163,13 @@ def test_weights_that_are_not_the_same_on_all_ranks_are_refused(
         state["blocks.1.0.weight"] = state["blocks.1.0.weight"] + 1
     path = write(folder / str(comm.rank), state, kind)
     monkeypatch.chdir(folder / str(comm.rank))
-    with first_ranks(comm, comm.size) as topology:
-        assert topology is not None
-        program = Program(topology, stage=3)
-        raises_on_all(
-            comm,
-            CheckpointMismatch,
-            r"on rank\(s\) 1, could not compare .*: other weights",
-            lambda: hpczero.checkpoint.import_weights(path.name, program.model),
-        )
-        program.close()
+    with program_of(comm, comm.size, stage=3) as program:
+        load = partial(hpczero.checkpoint.import_weights, path.name, program.model)
+        said = r"on rank\(s\) 1, could not compare .*: other weights"
+        raises_on_all(comm, CheckpointMismatch, said, load)
     monkeypatch.undo()
 
 
-@pytest.mark.mpi
-@pytest.mark.ranks(2, 3)
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_logits_are_those_of_transformers(comm: MPI.Intracomm, folder: Path) -> None:
     """Tolerance: fp32 sums of 18 to 72 products in another order."""
@@ -221,31 +180,22 @@ def test_logits_are_those_of_transformers(comm: MPI.Intracomm, folder: Path) -> 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    on_root(comm, lambda: model.save_pretrained(folder / "hf"))
+    on_root(comm, model.save_pretrained, folder / "hf")
     tokens = tiny_tokens(0)
     with zeroified(tiny_gpt().eval(), None, stage=3) as sharding, torch.no_grad():
         hpczero.checkpoint.import_weights(folder / "hf", sharding.model, layout="gpt2")
         found, expected = sharding.model(tokens), model(tokens).logits
     difference = float((found - expected).abs().max())
-    print(f"largest difference {difference:.2e} of {float(expected.abs().max()):.2f}")
     parallel_assert(comm, difference < 1e-5 * float(expected.abs().max()), str(difference))
 
 
-@pytest.mark.mpi
-@pytest.mark.ranks(2, 3)
 def test_training_starts_from_a_checkpoint_of_weights(comm: MPI.Intracomm, folder: Path) -> None:
     state = other_state()
-    on_root(
-        comm,
-        lambda: convert(write(folder, state, "torch"), folder / "run", step=12, buffers=["mean"]),
-    )
-    with first_ranks(comm, comm.size) as topology:
-        assert topology is not None
-        program = Program(topology, stage=2)
+    on_root(comm, write, folder, state, "torch")
+    on_root(comm, convert, folder / "weights.pt", folder / "run", step=12, buffers=["mean"])
+    with program_of(comm, comm.size, stage=2) as program:
         loaded = hpczero.checkpoint.load(folder / "run", program.model, program.optimizer)
         found = hpczero.full_state_dict(program.model)
-        losses = program.train(2)
-        program.close()
+        program.train(2)
     parallel_assert(comm, (loaded.step, loaded.extra) == (12, {}))
-    parallel_assert(comm, same(found, state))
-    parallel_assert(comm, all(isinstance(loss, float) for loss in losses))
+    parallel_assert(comm, same_state(found, state))

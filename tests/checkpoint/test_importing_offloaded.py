@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,18 @@ from hpczero import Offload
 from hpczero.checkpoint import held
 from hpczero.checkpoint.foreign import weight_files
 from hpczero.errors import CheckpointMismatch, StepError, TierError
-from tests.checkpoint.foreign import on_root, once, other_state, same, write
+from tests.checkpoint.foreign import once, other_state, write
 from tests.checkpoint.programs import Program
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
+from tests.checkpoint.test_offloaded import SIZES, WINDOW, failing_on, on_disk
+from tests.helpers.parallel import on_root, parallel_assert
+from tests.helpers.small_models import (
+    MLP,
+    adamw,
+    mlp_backward,
+    raises_on_all,
+    same_state,
+    zeroified,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,9 +34,6 @@ if TYPE_CHECKING:
     from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
-
-WINDOW = 2**14
-SIZES = (7, 211, 97, 3)  # shards of several windows
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +57,8 @@ def test_weights_come_in_with_the_bits_of_memory_and_the_optimizer_stays(
     comm: MPI.Intracomm, topology: Topology, folder: Path, place: str, precision: str, kind: str
 ) -> None:
     state = other_state()
-    on_root(comm, lambda: write(folder, state, kind))
-    path = comm.bcast(next(folder.iterdir()) if comm.rank == 0 else None)
+    on_root(comm, write, folder, state, kind)
+    (path,) = folder.iterdir()
     found = []
     for offload in (None, Offload(folder=folder, window=WINDOW, buffers=4, **PLACES[place])):
         program = Program(topology, stage=3, precision=precision, offload=offload)
@@ -65,13 +69,9 @@ def test_weights_come_in_with_the_bits_of_memory_and_the_optimizer_stays(
         found.append((now, losses, hpczero.full_state_dict(program.model)))
         program.close()
     resident, away = found
-    parallel_assert(comm, resident[0] is None or same(away[0], resident[0]))
+    parallel_assert(comm, same_state(away[0], resident[0]))
     parallel_assert(comm, away[1] == resident[1], f"{away[1]} {resident[1]}")
-    parallel_assert(comm, resident[2] is None or same(away[2], resident[2]))
-
-
-def on_disk(folder: Path) -> dict[str, Any]:
-    return {"stage": 3, "offload": Offload("disk", "disk", "disk", folder, WINDOW, buffers=4)}
+    parallel_assert(comm, same_state(away[2], resident[2]))
 
 
 def test_what_is_refused_leaves_the_model_as_it_was(
@@ -88,19 +88,12 @@ def test_what_is_refused_leaves_the_model_as_it_was(
         ("b.pt", large, r"blocks.1.0.weight.* holds 3.4e\+38, which torch.bfloat16 cannot"),
         ("c.pt", {}, "they have no"),
     ):
-        path = folder / name
-        on_root(comm, partial(torch.save, weights, path))
-        refused(comm, CheckpointMismatch, message, path, program.model)
-        after = hpczero.full_state_dict(program.model)
-        parallel_assert(comm, before is None or same(after, before), name)
+        on_root(comm, torch.save, weights, folder / name)
+        load = partial(hpczero.checkpoint.import_weights, folder / name, program.model)
+        raises_on_all(comm, CheckpointMismatch, message, load)
+        parallel_assert(comm, same_state(hpczero.full_state_dict(program.model), before), name)
     program.train(1)  # nobody doubts it
     program.close()
-
-
-def refused(
-    comm: MPI.Intracomm, kind: type[Exception], message: str, path: Path, model: Any
-) -> None:
-    raises_on_all(comm, kind, message, lambda: hpczero.checkpoint.import_weights(path, model))
 
 
 def test_a_tier_that_fails_meanwhile_is_one_error_and_another_import_goes_on(
@@ -108,7 +101,7 @@ def test_a_tier_that_fails_meanwhile_is_one_error_and_another_import_goes_on(
 ) -> None:
     origin = once(dict(MLP(SIZES, seed=8).state_dict()))
     path = folder / "model.safetensors"
-    on_root(comm, lambda: save_file(origin, path))
+    on_root(comm, save_file, origin, path)
     model = MLP(SIZES)
     with zeroified(model, adamw(model), topology=topology, **on_disk(folder)) as state:
         store = state.away.store
@@ -116,25 +109,12 @@ def test_a_tier_that_fails_meanwhile_is_one_error_and_another_import_goes_on(
         for count in (0, 3):
             with monkeypatch.context() as patch:
                 if comm.rank == comm.size - 1:
-                    patch.setattr(store.tier, "_write", failing_after(count, store.tier._write))  # type: ignore[attr-defined]
-                refused(comm, TierError, "EIO", path, model)
+                    failing_on(patch, store.tier, "_write", count, TierError("EIO"))
+                load = partial(hpczero.checkpoint.import_weights, path, model)
+                raises_on_all(comm, TierError, "EIO", load)
             with pytest.raises(StepError, match="load a checkpoint"):
                 mlp_backward(model, comm.rank)
         hpczero.checkpoint.import_weights(path, model)
-        parallel_assert(comm, same(hpczero.full_state_dict(model), origin))
+        parallel_assert(comm, same_state(hpczero.full_state_dict(model), origin))
         mlp_backward(model, comm.rank)
         next(iter(state.optimizers)).step()
-
-
-def failing_after(count: int, call: Callable[..., None]) -> Callable[..., None]:
-    """``call``, which is right ``count`` times."""
-    calls = 0
-
-    def broken(*args: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > count:
-            raise TierError("EIO")
-        call(*args)
-
-    return broken

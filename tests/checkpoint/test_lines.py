@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import shutil
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,11 +14,14 @@ import pytest
 
 from hpczero.checkpoint.disk import lines
 from hpczero.checkpoint.disk.folder import LATEST, Folder
-from hpczero.checkpoint.disk.format import MANIFEST_FILE
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, step_folder
+from hpczero.checkpoint.disk.lines import homes
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import read_bytes
 from tests.checkpoint.folders import OLD, commit, kept, latest_is_there, old_line, there
-from tests.helpers.mpirun import run_command
+from tests.helpers.mpirun import run_alone
+
+UNREADABLE = pytest.raises(CorruptCheckpoint, match=r"\.setting-aside: does not say any more which")
 
 # One process after the other, each in a folder of its own, ends before its n-th call that changes the disk, for n from
 # 0 on until one comes to its end. Forked, so that Python starts once for all of them; each exit code is a line.
@@ -75,7 +79,7 @@ def test_kill_at_any_moment_of_setting_aside_leaves_one_of_two_lines(
     new_step = {"earlier step": {12: "new"}, "same step": {20: "new"}}.get(how, {})
     second = {**new_step, 10: "old", 5: "old"}
     decided: list[bool] = []
-    job = run_command([sys.executable, "-c", DIES, tmp_path, how], timeout=200)
+    job = run_alone(["-c", DIES, tmp_path, how], timeout=200)
     assert job.returncode == 0, job
     codes = [int(line) for line in job.stdout.splitlines()]
     assert codes[-1] == 0, "it never came to its end"
@@ -107,10 +111,10 @@ def test_note_that_cannot_be_read_is_named_and_nothing_is_guessed(
     tmp_path: Path, content: bytes
 ) -> None:
     folder = old_line(tmp_path / "ckpt")
-    (folder.path / ".setting-aside").write_bytes(content)
-    with pytest.raises(CorruptCheckpoint, match=r"\.setting-aside: does not say any more which"):
+    (folder.path / lines.NOTE).write_bytes(content)
+    with UNREADABLE:
         folder.candidates()
-    (folder.path / ".setting-aside").unlink()
+    (folder.path / lines.NOTE).unlink()
     assert list(there(folder.path)) == [30, 20, 10, 5]
 
 
@@ -149,9 +153,7 @@ def test_note_with_any_letter_changed_is_not_believed(tmp_path: Path) -> None:
     assert list(there(path)) == [10, 5]
     for at in range(len(text)):
         note.write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
-        with pytest.raises(
-            CorruptCheckpoint, match=r"\.setting-aside: does not say any more which"
-        ):
+        with UNREADABLE:
             folder.candidates()
 
 
@@ -201,9 +203,7 @@ def test_what_was_set_aside_is_listed_but_neither_counted_nor_deleted(tmp_path: 
         folder.retain(1, saved)
     assert there(folder.path) == {13: "new"}
     assert kept(folder.path) == {30: "old", 20: "old"}
-    job = run_command(
-        [sys.executable, "-m", "hpczero.checkpoint", "ls", str(folder.path)], timeout=60
-    )
+    job = run_alone(["-m", "hpczero.checkpoint", "ls", folder.path], timeout=60)
     assert job.returncode == 0, job
     assert job.stdout.index("step-000000013") < job.stdout.index("set aside")
     assert str(place / "step-000000030") in job.stdout
@@ -215,3 +215,93 @@ def test_retention_never_takes_what_was_just_saved(tmp_path: Path) -> None:
     saved = commit(folder, 7, "new")  # by whoever knows nothing of lines
     folder.retain(1, saved)
     assert sorted(there(folder.path)) == [7, 30]
+
+
+# --- a name that says another step
+
+
+def test_copy_under_another_steps_name_is_no_checkpoint_of_that_step_and_stays(
+    tmp_path: Path,
+) -> None:
+    folder = Folder(tmp_path)
+    for step in (5, 8):
+        commit(folder, step, "line")
+    copy = tmp_path / step_folder(20)
+    shutil.copytree(tmp_path / step_folder(5), copy)
+    assert there(tmp_path) == {8: "line", 5: "line"}
+    for step in (9, 21):
+        folder.retain(1, commit(folder, step, "line"))
+    assert there(tmp_path) == {21: "line"}
+    assert copy.is_dir(), "nobody can make it again"
+
+
+# --- names that are links
+
+
+def test_checkpoint_is_of_the_folder_its_name_is_in_wherever_its_data_lie(tmp_path: Path) -> None:
+    own, elsewhere = tmp_path / "own", tmp_path / "elsewhere"
+    commit(Folder(elsewhere), 8, "line")
+    commit(Folder(own), 9, "line")
+    (own / step_folder(8)).symlink_to(elsewhere / step_folder(8))
+    (tmp_path / "best").symlink_to(own / step_folder(8))
+    (tmp_path / "way").symlink_to(own)
+    assert own in homes(own / step_folder(8))
+    assert own in homes(tmp_path / "way" / step_folder(8))
+    (tmp_path / "last").symlink_to(own / step_folder(9))
+    assert homes(tmp_path / "last") == {own}, "a name of no step says nothing"
+
+
+def test_links_that_are_set_aside_lead_where_they_led(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, elsewhere = tmp_path / "own", tmp_path / "elsewhere"
+    for step in (6, 7):
+        commit(Folder(elsewhere), step, f"away {step}")
+    commit(Folder(own), 5, "own")
+    (own / step_folder(6)).symlink_to(f"../elsewhere/{step_folder(6)}")
+    (own / step_folder(7)).symlink_to(elsewhere / step_folder(7))
+    folder = Folder(own)
+    with caplog.at_level(logging.WARNING):
+        place = folder.set_aside(folder.candidates())
+    assert there(own) == {}
+    assert kept(own) == {5: "own", 6: "away 6", 7: "away 7"}
+    assert (place / step_folder(6)).is_symlink()
+    assert there(elsewhere) == {6: "away 6", 7: "away 7"}
+
+
+def test_links_among_those_that_are_set_aside_together_still_lead_to_each_other(
+    tmp_path: Path,
+) -> None:
+    commit(Folder(tmp_path), 5, "own")
+    (tmp_path / step_folder(6)).symlink_to(step_folder(5))
+    (tmp_path / step_folder(7)).symlink_to(tmp_path / step_folder(5))
+    folder = Folder(tmp_path)
+    place = folder.set_aside(folder.candidates())
+    for step in (6, 7):
+        assert (place / step_folder(step)).resolve() == (place / step_folder(5)).resolve()
+        assert (place / step_folder(step)).is_dir()
+
+
+def test_link_whose_move_was_killed_half_way_is_moved_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, elsewhere = tmp_path / "own", tmp_path / "elsewhere"
+    own.mkdir()
+    commit(Folder(elsewhere), 6, "away")
+    link = own / step_folder(6)
+    link.symlink_to(f"../elsewhere/{step_folder(6)}")
+    real = os.unlink
+
+    def killed(path: str | Path, **options: int | None) -> None:
+        if Path(path) == link:
+            raise KeyboardInterrupt
+        real(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Folder(own).set_aside([link])
+    assert there(own) == {}
+    Folder(own).sweep()
+    assert not os.path.lexists(link)
+    assert kept(own) == {6: "away"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -11,13 +13,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpczero.checkpoint.disk import lock as claims
 from hpczero.checkpoint.disk import lock as module
 from hpczero.checkpoint.disk.lock import DEAD_S, Lock
 from hpczero.errors import EXIT_MISCONFIGURED, CheckpointBusy, CheckpointNotWritten
@@ -36,9 +39,9 @@ os._exit(9)
 HOLDS = """
 import sys
 from pathlib import Path
-from hpczero.checkpoint.disk import lock as claims, lock as module
+from hpczero.checkpoint.disk import lock as module
 from hpczero.errors import CheckpointBusy
-module.BEAT_S, claims.DEAD_S = float(sys.argv[2]), float(sys.argv[3])
+module.BEAT_S, module.DEAD_S = float(sys.argv[2]), float(sys.argv[3])
 lock = module.Lock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
@@ -54,9 +57,8 @@ except CheckpointBusy as error:
 def hold(folder: Path, *prefix: str, beat_s: float = 15.0, dead_s: float = DEAD_S) -> Any:
     """A process that holds the lock until it is given a line; ``prefix`` starts it."""
     words = [*prefix, sys.executable, "-c", HOLDS, str(folder), str(beat_s), str(dead_s)]
-    holder = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    holder = subprocess.Popen(words, text=True, bufsize=1, **pipes)
     assert holder.stdout is not None
     if holder.stdout.readline() != "held\n":
         holder.wait(30)
@@ -141,15 +143,11 @@ def test_folder_that_was_copied_with_the_lock_of_a_living_holder_is_free(tmp_pat
     holder.release()
 
 
-def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
-    die_holding(tmp_path)
-    assert is_free(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_another_process_of_the_same_number_is_not_the_holder(tmp_path: Path) -> None:
-    edit(die_holding(tmp_path), pid=os.getpid())
-    assert is_free(tmp_path)
+def test_lock_of_a_dead_process_is_taken_over_though_another_has_its_number(tmp_path: Path) -> None:
+    for changes in ({}, {"pid": os.getpid()}):
+        edit(die_holding(tmp_path), **changes)
+        assert is_free(tmp_path)
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("age", "free"), [(0.0, False), (DEAD_S / 2, False), (2 * DEAD_S, True)])
@@ -204,7 +202,7 @@ def test_holder_that_has_ended_and_is_not_reaped_is_dead(tmp_path: Path) -> None
 def test_patience_outlasts_a_silent_holder_and_ends_with_the_first_beat_of_a_living_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "DEAD_S", 1.0)
+    monkeypatch.setattr(module, "DEAD_S", 1.0)
     monkeypatch.setattr(module, "PAUSE_S", 0.05)
     file = die_holding(tmp_path / "dead")
     edit(file, host="node99")
@@ -226,10 +224,17 @@ def test_patience_outlasts_a_silent_holder_and_ends_with_the_first_beat_of_a_liv
         holder.communicate("\n", timeout=30)
 
 
-CONTENTS = (b"", b"{", b"[]", b'"text"', b"[" * 4000, b"\0" * 200, b"\xff\xfe{}", b'{"pid": 1e9}')
+CONTENTS = (
+    b"",
+    b"[]",
+    b"[" * 10**6,
+    b"\xff\xfe{}",
+    b'{"pid": 1e9}',
+    b'{"pid": -1, "started": "1"}',
+)
 
 
-@pytest.mark.parametrize("content", [*CONTENTS, b"[" * 10**6, b'{"pid": -1, "started": "1"}'])
+@pytest.mark.parametrize("content", CONTENTS, ids=lambda content: repr(content[:9]))
 def test_a_lock_that_says_nothing_counts_until_it_is_old(tmp_path: Path, content: bytes) -> None:
     file = die_holding(tmp_path)
     file.write_bytes(content)
@@ -297,15 +302,15 @@ def test_judging_a_stale_lock_does_not_take_away_a_new_one(
     first, second = Lock(tmp_path), Lock(tmp_path)
     first._token = mine
     held = []
-    lives = claims.lives
+    lives = module.lives
 
     def meanwhile(*args: Any) -> bool:
         verdict = lives(*args)
-        monkeypatch.setattr(claims, "lives", lives)
+        monkeypatch.setattr(module, "lives", lives)
         held.append(acquires(second))
         return verdict
 
-    monkeypatch.setattr(claims, "lives", meanwhile)
+    monkeypatch.setattr(module, "lives", meanwhile)
     monkeypatch.setattr(module, "ASKING_S", 0.3)
     held.append(acquires(first))
     assert sum(held) <= 1
@@ -326,14 +331,14 @@ def acquires(lock: Lock) -> bool:
 def race(folder: Path, seed: int, line: Any, held: Any) -> None:
     """One racer: ``ROUNDS`` times, tell whether it got the lock while the others still try."""
     draw = random.Random(seed)
-    lives = claims.lives
+    lives = module.lives
 
     def slowly(*args: Any) -> bool:
         verdict = lives(*args)
         time.sleep(draw.choice((0.0, 0.0, 0.001, 0.003)))
         return verdict
 
-    setattr(claims, "lives", slowly)  # noqa: B010  (this process ends here)
+    setattr(module, "lives", slowly)  # noqa: B010  (this process ends here)
     for number in range(ROUNDS):
         place = folder / str(number)
         line.wait(30)
@@ -406,3 +411,89 @@ def test_a_holder_whose_file_was_taken_away_is_not_said_to_have_been_silent(tmp_
             lost.check()
     assert "no life" not in str(caught.value)
     assert is_free(tmp_path)
+
+
+# --- a folder that is moved, or served by a file server that forgets, while jobs ask for it
+
+
+WAIT_S = 3.0
+
+
+class Late(Lock):
+    """Asks while the holder moves the folder away, and is slow to hold."""
+
+    def __init__(self, run: Path, holder: Lock) -> None:
+        super().__init__(run / "checkpoints")
+        self._run, self._other, self._moved = run, holder, False
+        self._following = threading.Thread(target=self._follow)
+
+    def _follow(self) -> None:
+        with contextlib.suppress(CheckpointBusy):
+            self._other.follow(self._run.with_name("old") / "checkpoints")
+
+    def _others(self, *, living: bool = True) -> Any:
+        if not self._moved:  # it asks, and has not looked yet
+            self._moved = True
+            self._run.rename(self._run.with_name("old"))
+            (self._run / "checkpoints").mkdir(parents=True)
+        return super()._others(living=living)
+
+    def _say(self, state: str) -> None:
+        if state == "holds":
+            self._following.start()
+            self._following.join(WAIT_S)
+        super()._say(state)
+        if state == "holds":
+            self._following.join()
+
+
+def test_of_a_holder_that_moves_its_folder_and_one_that_asks_meanwhile_one_holds(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    first = Lock(run / "checkpoints")
+    first.acquire()
+    second = Late(run, first)
+    with contextlib.suppress(CheckpointBusy):
+        second.acquire()
+    assert first.held != second.held, f"the first {first.held}, the second {second.held}"
+    first.release()
+    second.release()
+
+
+def test_lock_that_was_taken_is_ours_although_the_dead_cannot_be_cleared_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error would leave our own file, which keeps everybody out as long as this process lives."""
+    die_holding(tmp_path)
+    iterdir = Path.iterdir
+
+    def fails_for_a_holder(path: Path) -> Iterator[Path]:
+        if path == tmp_path and any('"holds"' in p.read_text() for p in [lock.path] if p.exists()):
+            raise OSError(errno.EIO, "Input/output error")
+        return iterdir(path)
+
+    lock = Lock(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", fails_for_a_holder)
+        lock.acquire()
+    assert lock.held
+    lock.release()
+    assert is_free(tmp_path)
+
+
+def test_claim_that_the_file_server_has_forgotten_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / ".lock-0123456789abcdef"
+    other.write_text("{}")
+    lstat = Path.lstat
+
+    def stale(path: Path) -> Any:
+        if path == other:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", stale)
+    with Lock(tmp_path) as lock:
+        assert lock.held

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +54,7 @@ def test_groups_of_other_members_are_refused(
         hpczero.checkpoint.save(folder, model, step=1)
     model = MLP()
     with zeroified(model, grouped(model, way), topology=topology):
-        load = partial(hpczero.checkpoint.load, folder, model)
-        raises_on_all(comm, CheckpointMismatch, pattern, load)
+        raises_on_all(comm, CheckpointMismatch, pattern, hpczero.checkpoint.load, folder, model)
 
 
 class Tied(nn.Module):
@@ -87,24 +86,23 @@ def test_groups_are_those_of_tied_parameters_by_either_name_and_not_of_frozen_on
                 hpczero.checkpoint.save(folder, model, step=1)
 
 
+# The option, what it is at the save, and what stands there at the load.
 NUMBERS: dict[str, tuple[str, Any, Any]] = {
     "a float of NumPy": ("lr", np.float32(0.3), 0.1),
     "the same there": ("lr", np.float32(0.3), np.float32(0.1)),
-    "a double of NumPy": ("lr", np.float64(0.3), 0.1),
-    "an array of no dimension": ("lr", np.array(0.3), 0.1),
-    "the same array there": ("lr", np.array(0.3), np.array(0.1)),
+    "an array of no dimension": ("lr", np.array(0.3), np.array(0.1)),
     "a truth of NumPy": ("flag", np.bool_(True), False),
     "a number of NumPy": ("count", np.int64(7), 0),
-    "a pair of NumPy": ("betas", (np.float32(0.5), 0.25), (0.9, 0.999)),
-    "the same pair there": ("betas", (np.float32(0.5), 0.25), (np.float32(0.9), 0.999)),
-    "a pair of tensors": ("betas", (torch.tensor(0.5), torch.tensor(0.25)), (0.9, 0.999)),
-    "the same tensors there": (
+    "a pair of NumPy": ("betas", (np.float32(0.5), 0.25), (np.float32(0.9), 0.999)),
+    "tensors": ("betas", (torch.tensor(0.5), torch.tensor(0.25)), (0.9, 0.999)),
+    "tensors there": (
         "betas",
         (torch.tensor(0.5), torch.tensor(0.25)),
         (torch.tensor(0.9), torch.tensor(0.999)),
     ),
     "nested": ("own", ((1, (np.float32(0.5),)), "a"), ((2, (0.25,)), "b")),
     "a dictionary": ("own", {"a": 1, 2: (np.float32(0.5),)}, {"a": 3, 2: (0.25,)}),
+    "without end": ("own", (math.inf, -math.inf), (1.0, 1.0)),
 }
 
 
@@ -117,13 +115,15 @@ def test_numbers_of_numpy_and_torch_come_back_as_what_the_optimizer_has(
     model = MLP()
     optimizer = adamw(model)
     with zeroified(model, optimizer, topology=topology):
-        optimizer.param_groups[0][name] = given
+        optimizer.param_groups[0] |= {name: given, "nan": math.nan}
         with Checkpoints(folder, model, background=background) as checkpoints:
             checkpoints.save(1)
-        optimizer.param_groups[0][name] = there
+        optimizer.param_groups[0] |= {name: there, "nan": 1.0}
         hpczero.checkpoint.load(folder, model)
         found = optimizer.param_groups[0][name]
-    parallel_assert(comm, found == given, repr(found))
+    parallel_assert(
+        comm, found == given and math.isnan(optimizer.param_groups[0]["nan"]), f"{found}"
+    )
     parallel_assert(comm, type(found) is type(there), repr(found))
     if isinstance(there, tuple):
         kinds = [(type(a), type(b)) for a, b in zip(found, there, strict=True)]
@@ -154,17 +154,13 @@ def test_option_that_cannot_be_kept_is_refused_with_its_group(
         optimizer.param_groups[1]["own"] = value
         checkpoints = Checkpoints(folder, model, background=background)
         pattern = rf"option 'own' of group 1 of the optimizer.*{got}"
-        raises_on_all(comm, CheckpointError, pattern, lambda: checkpoints.save(1))
-        comm.Barrier()
+        raises_on_all(comm, CheckpointError, pattern, checkpoints.save, 1)
         parallel_assert(comm, not list(folder.glob("step-*")))
         checkpoints.close()
 
 
 def test_functions_among_the_options_are_told_of_once(
-    comm: MPI.Intracomm,
-    topology: hpczero.Topology,
-    folder: Path,
-    caplog: pytest.LogCaptureFixture,
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = MLP()
     optimizer = grouped(model, "weights, biases")
@@ -180,10 +176,7 @@ def test_functions_among_the_options_are_told_of_once(
 
 
 def test_checkpoint_without_optimizer_state_is_told_of_by_whoever_has_an_optimizer(
-    comm: MPI.Intracomm,
-    topology: hpczero.Topology,
-    folder: Path,
-    caplog: pytest.LogCaptureFixture,
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = MLP()
     with zeroified(model, None, topology=topology):
@@ -214,8 +207,7 @@ def test_weights_alone_do_not_take_the_place_of_a_checkpoint_with_optimizer_stat
         for background in (False, True):
             with Checkpoints(folder, model, background=background) as checkpoints:
                 pattern = rf"{path}: holds the state of AdamW.* another directory or another step"
-                raises_on_all(comm, ConfigError, pattern, partial(checkpoints.save, 5))
-        comm.Barrier()
+                raises_on_all(comm, ConfigError, pattern, checkpoints.save, 5)
         parallel_assert(comm, (path / "manifest.json").read_text() == before)
         for step in (6, 6):
             hpczero.checkpoint.save(folder, model, step=step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 
 import hpczero
-from hpczero.checkpoint import Checkpoints
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
 from hpczero.checkpoint.foreign.exporting import export
@@ -25,12 +23,13 @@ from hpczero.errors import (
     CheckpointBusy,
     CheckpointError,
     CheckpointMismatch,
+    CheckpointNotWritten,
     ConfigError,
 )
 from tests.checkpoint.damage import fingerprint, values_of
 from tests.checkpoint.programs import Program
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, raises_on_all, sgd, zeroified
+from tests.helpers.parallel import on_root, parallel_assert
+from tests.helpers.small_models import MLP, adamw, raises_on_all, same_state, sgd, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -84,54 +83,38 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "parameters missing": (
-        {},
-        {"depth": 4},
-        r"has no more0.weight, more0.bias, more1.weight, more1.bias",
-    ),
-    "parameters of its own": ({"depth": 3}, {}, r"the model has no more0.weight, more0.bias"),
-    "too many to list": (
-        {"depth": 9},
-        {},
-        r"the model has no (more\d\.\w+, ){4}more\d\.\w+ and 9 more",
-    ),
-    "other shapes": (
+    "fewer": ({}, {"depth": 4}, r"has no more0.weight, more0.bias, more1.weight, more1.bias"),
+    "more": ({"depth": 3}, {}, r"the model has no more0.weight, more0.bias"),
+    "many more": ({"depth": 9}, {}, r"the model has no (more\d\.\w+, ){4}more\d\.\w+ and 9 more"),
+    "shapes": (
         {},
         {"width": 6},
-        r"first.weight is \(5, 4\) in the checkpoint and \(6, 4\) in the model; first",
+        r"first.weight is \(5, 4\) in the .* and \(6, 4\) in the model; f",
     ),
-    "a parameter renamed": (
+    "names": (
         {},
         {"first": "uno"},
-        r"has no uno.weight, uno.bias; the model has no first.weight, first",
+        r"has no uno.weight, uno.bias; the model has no first.weight, f",
     ),
-    "frozen there": (
-        {"frozen": True},
-        {},
-        r"frozen in the checkpoint and trained here: first.weight, first.bias",
-    ),
-    "tied here only": (
-        {},
-        {"tied": True},
-        r"second.weight is tied to first.weight here and not in the checkpoint",
-    ),
+    "frozen there": ({"frozen": True}, {}, r"frozen .* and trained here: first.weight, first.bias"),
+    "tied here only": ({}, {"tied": True}, r"d.weight is tied to first.weight here and not in the"),
     "tied there only": (
         {"tied": True},
         {},
-        r"second.weight is tied to first.weight in the checkpoint and not here",
+        r"d.weight is tied to first.weight in the .* and not h",
     ),
-    "other optimizer": ({}, {"kind": SGD}, r"holds the state of AdamW, and the optimizer is SGD"),
-    "other groups": ({}, {"groups": 2}, r"has 1 groups of parameters, and the optimizer 2"),
-    "a buffer missing": ({"buffers": ()}, {}, r"the checkpoint has no buffer seen"),
-    "a buffer of its own": (
+    "optimizer": ({}, {"kind": SGD}, r"holds the state of AdamW, and the optimizer is SGD"),
+    "groups": ({}, {"groups": 2}, r"has 1 groups of parameters, and the optimizer 2"),
+    "no buffer": ({"buffers": ()}, {}, r"the checkpoint has no buffer seen"),
+    "a buffer more": (
         {"buffers": ("a", "seen")},
         {},
-        r"buffer 'a' is int64 \(2,\) in the checkpoint and not in",
+        r"buffer 'a' is int64 \(2,\) in .* and not in",
     ),
-    "other buffers": (
+    "buffers": (
         {},
         {"dtype": torch.int32},
-        r"buffer 'seen' is int64 \(2,\) .* and int32 \(2,\) in the model",
+        r"buffer 'seen' is int64 \(2,\) .* int32 \(2,\) in the",
     ),
 }
 
@@ -149,9 +132,8 @@ def test_another_model_is_refused_with_a_list_of_differences(
     hpczero.release(model)
     model, optimizer = sharded(topology, kind, groups, **ours)
     before = values(model)
-    said = raises_on_all(
-        comm, CheckpointMismatch, pattern, lambda: hpczero.checkpoint.load(folder, model, optimizer)
-    )
+    load = partial(hpczero.checkpoint.load, folder, model, optimizer)
+    said = raises_on_all(comm, CheckpointMismatch, pattern, load)
     parallel_assert(comm, "step-000000002" in said, said)  # and did not fall back to step 1
     parallel_assert(comm, all(map(torch.equal, before, values(model))))
     parallel_assert(comm, not optimizer.state)
@@ -170,92 +152,34 @@ def test_what_was_trained_may_be_frozen_now(
     hpczero.checkpoint.load(folder, model)
     found = hpczero.full_state_dict(model)
     hpczero.release(model)
-    if found is not None and expected is not None:
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    parallel_assert(comm, same_state(found, expected))
+
+
+def later(path: Path) -> None:
+    manifest = read_manifest(path)
+    text = type(manifest)(**{**manifest.__dict__, "version": 2}).to_json()
+    (path / MANIFEST_FILE).write_text(text)
 
 
 def test_later_version_asks_for_an_upgrade_and_nothing_older_is_taken(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, program: Program, folder: Path
 ) -> None:
-    program = Program(topology)
     program.save(folder)
     program.train(1)
-    path = program.save(folder)
-    if comm.rank == 0:
-        manifest = read_manifest(path)
-        later = type(manifest)(**{**manifest.__dict__, "version": 2})
-        (path / MANIFEST_FILE).write_text(later.to_json())
-    comm.Barrier()
+    on_root(comm, later, program.save(folder))
     before = fingerprint(program)
-    raises_on_all(comm, CheckpointMismatch, "upgrade hpczero", lambda: program.load(folder))
+    raises_on_all(comm, CheckpointMismatch, "upgrade hpczero", program.load, folder)
     parallel_assert(comm, fingerprint(program) == before)
-    program.close()
 
 
 def test_an_empty_folder_has_nothing_to_load(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, program: Program, folder: Path
 ) -> None:
-    program = Program(topology)
     for path in (folder, folder / "missing"):
-        pattern = f"{path}: no checkpoint there"
-        raises_on_all(comm, ConfigError, pattern, partial(program.load, path))
+        raises_on_all(comm, ConfigError, f"{path}: no checkpoint there", program.load, path)
         with program.checkpoints(path) as checkpoints:
             parallel_assert(comm, checkpoints.load() is None)
     parallel_assert(comm, not (folder / "missing").exists())
-    program.close()
-
-
-def test_bad_calls_of_save_are_refused_and_write_nothing(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
-) -> None:
-    program = Program(topology)
-
-    def save(step: Any, extra: Any = None) -> None:
-        hpczero.checkpoint.save(folder, program.model, step=step, extra=extra)
-
-    circle: dict[str, Any] = {}
-    circle["self"] = circle
-    raises_on_all(
-        comm, ConfigError, r"ranks \[1\] are at another step", lambda: save(3 + comm.rank)
-    )
-    raises_on_all(comm, ConfigError, "got step -1, expected a whole number", lambda: save(-1))
-    for step in (1.5, "7", None, True):
-        pattern = f"got step {step!r}, expected a whole number"
-        raises_on_all(comm, ConfigError, pattern, partial(save, step))
-    for extra in ({"a": object()}, {"a": torch.zeros(2**19)}, circle, {(1, 2): 3}, 7):
-        pattern = "extra cannot be written as JSON"
-        raises_on_all(comm, ConfigError, pattern, partial(save, 1, extra))
-    mine = {"bad": object()} if comm.rank == 1 else {}
-    raises_on_all(comm, ConfigError, "extra cannot", lambda: save(1, mine))
-    comm.Barrier()
-    parallel_assert(comm, list(folder.iterdir()) == [])
-    program.close()
-
-
-def test_nan_and_long_extra_come_back(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
-) -> None:
-    """An attribute of HDF5 is at most 64 KiB in its old form."""
-    program = Program(topology)
-    extra = {"best": math.inf, "history": list(range(40_000)), "name": "größer \0 \N{SNOWMAN}"}
-    path = hpczero.checkpoint.save(folder, program.model, step=1, extra=extra)
-    found = hpczero.checkpoint.load(path, program.model).extra
-    parallel_assert(comm, found == extra)
-    program.close()
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e300, 7])
-def test_any_number_that_an_option_of_the_optimizer_is_comes_back(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, value: float
-) -> None:
-    model, optimizer = sharded(topology, partial(torch.optim.SGD, momentum=0.9), groups=1)
-    optimizer.param_groups[0]["limit"] = value
-    path = hpczero.checkpoint.save(folder, model, step=1)
-    optimizer.param_groups[0]["limit"] = 1.0
-    hpczero.checkpoint.load(path, model)
-    found = optimizer.param_groups[0]["limit"]
-    parallel_assert(comm, found == value or (found != found and value != value), str(found))
-    hpczero.release(model)
 
 
 class Keeps(torch.optim.Optimizer):
@@ -292,35 +216,29 @@ def test_state_that_cannot_be_kept_is_refused(
     hpczero.zeroify(model, optimizer, topology=topology)
     optimizer.step()
     pattern = rf"optimizer state 'odd' is .*{got}.*cannot be kept"
-    raises_on_all(
-        comm, CheckpointError, pattern, lambda: hpczero.checkpoint.save(folder, model, step=1)
-    )
+    raises_on_all(comm, CheckpointError, pattern, hpczero.checkpoint.save, folder, model, step=1)
     comm.Barrier()
     parallel_assert(comm, list(folder.iterdir()) == [])
     hpczero.release(model)
 
 
 def test_a_second_job_is_refused_on_all_ranks(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, program: Program, folder: Path
 ) -> None:
-    program = Program(topology)
     with program.checkpoints(folder) as checkpoints:
         checkpoints.save(1)
-        error = hpczero.errors.CheckpointBusy
-        raises_on_all(comm, error, "held by process", lambda: program.save(folder))
+        raises_on_all(comm, CheckpointBusy, "held by process", program.save, folder)
         checkpoints.save(2)
     program.save(folder)
     comm.Barrier()
-    left = sorted(entry.name for entry in folder.iterdir())
-    parallel_assert(comm, [name for name in left if name.startswith(".")] == [], str(left))
-    program.close()
+    parallel_assert(comm, not list(folder.glob(".*")))
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("writer", ["mpio", "posix"])
 def test_a_rank_that_cannot_open_the_file_ends_the_save_on_all(
     comm: MPI.Intracomm,
-    topology: hpczero.Topology,
+    program: Program,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     writer: str,
@@ -328,7 +246,7 @@ def test_a_rank_that_cannot_open_the_file_ends_the_save_on_all(
     """It must not leave the others waiting in MPI-IO."""
     if writer == "mpio" and not h5py.get_config().mpi:
         pytest.skip("h5py was built without MPI")
-    program, real = Program(topology), os.open
+    real = os.open
 
     def fails(path: str | os.PathLike[str], *rest: Any, **named: Any) -> int:
         if comm.rank == 1 and os.fspath(path).endswith(STATE_FILE):
@@ -336,31 +254,24 @@ def test_a_rank_that_cannot_open_the_file_ends_the_save_on_all(
         return real(path, *rest, **named)
 
     monkeypatch.setattr(os, "open", fails)
-    raises_on_all(
-        comm,
-        hpczero.errors.CheckpointNotWritten,
-        r"on rank\(s\) 1, could not open the file: .*Stale file handle",
-        lambda: program.save(folder, writer=writer),
-    )
+    said = r"on rank\(s\) 1, could not open the file: .*Stale file handle"
+    raises_on_all(comm, CheckpointNotWritten, said, program.save, folder, writer=writer)
     monkeypatch.undo()
     program.save(folder, writer=writer)
     parallel_assert(comm, len(list(folder.glob("step-*"))) == 1)
     parallel_assert(comm, not list(folder.glob(".tmp-*")))
-    program.close()
 
 
 def test_a_job_whose_folder_was_taken_over_commits_nothing(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, program: Program, folder: Path
 ) -> None:
-    program = Program(topology)
-    with Checkpoints(folder, program.model) as checkpoints:
+    with program.checkpoints(folder) as checkpoints:
         checkpoints.save(1)
         if comm.rank == 0:
             (lock,) = folder.glob(".lock-*")
             lock.unlink()  # as a job on another host does with that of a dead one
-        raises_on_all(comm, CheckpointBusy, "was taken away", lambda: checkpoints.save(2))
+        raises_on_all(comm, CheckpointBusy, "was taken away", checkpoints.save, 2)
         parallel_assert(comm, [p.name for p in folder.glob("step-*")] == ["step-000000001"])
-    program.close()
 
 
 @pytest.mark.parametrize("change", ["head", "optimizer"])
@@ -370,19 +281,14 @@ def test_weights_for_another_head_or_optimizer_come_by_the_way_that_is_named(
     with zeroified(model := MLP(), adamw(model), topology=topology):
         path = hpczero.checkpoint.save(folder, model, step=1)
         saved = hpczero.full_state_dict(model)
-    if comm.rank == 0:
-        export(path, folder / "weights.safetensors")
-    comm.Barrier()
+    on_root(comm, export, path, folder / "weights.safetensors")
     model = MLP((7, 15, 15, 4) if change == "head" else (7, 15, 15, 3), seed=4)
     with zeroified(model, sgd(model), topology=topology):
-        load = partial(hpczero.checkpoint.load, path, model)
         pattern = r"python -m hpczero.checkpoint export \S+ weights.safetensors, then "
-        raises_on_all(comm, CheckpointMismatch, pattern, load)
+        raises_on_all(comm, CheckpointMismatch, pattern, hpczero.checkpoint.load, path, model)
         if change == "optimizer":
             hpczero.checkpoint.import_weights(folder / "weights.safetensors", model)
-            found = hpczero.full_state_dict(model)
-            fine = not found or all(torch.equal(v, (saved or {})[n]) for n, v in found.items())
-            parallel_assert(comm, fine)
+            parallel_assert(comm, same_state(hpczero.full_state_dict(model), saved))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

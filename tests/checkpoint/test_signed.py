@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-import hpczero
 from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
 from hpczero.checkpoint.disk.stored import BUFFER_ITEMSIZES, Stored
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
-from tests.checkpoint.damage import Change, fingerprint, golden_copy, remove, resigned
+from tests.checkpoint.damage import Change, golden_copy, put, resigned
 from tests.checkpoint.programs import Program
 from tests.files.test_regular import at_once
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.parallel import on_root
 from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
@@ -41,12 +38,15 @@ def in_optimizer(**fields: Any) -> Change:
     return lambda body: body["meta"]["optimizer"].update(fields)
 
 
+def in_group(place: int, **fields: Any) -> Change:
+    return lambda body: body["meta"]["optimizer"]["groups"][place].update(fields)
+
+
 CHANGES: dict[str, Change] = {
     "offset below 0": in_dataset(0, offset=-4096),
     "offset behind the end": in_dataset(0, offset=2**40),
     "offset of very many digits": in_dataset(0, offset=10**4000),
     "offset that is no number": in_dataset(0, offset="0"),
-    "offset that is no whole number": in_dataset(0, offset=2048.5),
     "offset that is true": in_dataset(0, offset=True),
     "one dataset over another": lambda b: b["datasets"][1].update(
         offset=b["datasets"][0]["offset"]
@@ -54,13 +54,10 @@ CHANGES: dict[str, Change] = {
     "elements below 0": in_dataset(0, numel=-5, digests=[]),
     "elements without end": in_dataset(0, numel=2**62),
     "slabs of nothing": in_dataset(0, slab_numel=0),
-    "slabs below 0": in_dataset(0, slab_numel=-1),
     "slabs larger than memory": in_dataset(0, slab_numel=2**62, digests=["0" * 16]),
     "too few digests": lambda b: b["datasets"][0]["digests"].pop(),
     "no digest": lambda b: b["datasets"][0]["digests"].__setitem__(0, "x"),
-    "digest that is a number": lambda b: b["datasets"][0]["digests"].__setitem__(0, 5),
     "foreign dtype": in_dataset(0, dtype="<f8"),
-    "dtype that is code": in_dataset(0, dtype="O"),
     "a dataset twice": lambda b: b["datasets"].append(b["datasets"][0]),
     "a dataset more": lambda b: b["datasets"].append(
         {"name": "/x", "dtype": "<f4", "numel": 0, "slab_numel": 1, "offset": 0, "digests": []}
@@ -71,12 +68,10 @@ CHANGES: dict[str, Change] = {
     "no datasets": lambda b: b.pop("datasets"),
     "file size below 0": lambda b: b["file"].update(nbytes=-1),
     "file that is none": lambda b: b.update(file=[]),
-    "step below 0": lambda b: b.update(step=-1),
     "step of very many digits": lambda b: b.update(step=10**4000),
     "ranks below 0": lambda b: b.update(world_size=-2),
     "ranks without end": lambda b: b.update(world_size=2**31 - 1),
     "version below 1": lambda b: b.update(version=0),
-    "version that is text": lambda b: b.update(version="1"),
     "shape below 0": in_row(1, [-1]),
     "shape without end": in_row(1, [2**62, 2**62]),
     "shape that is none": in_row(1, "3"),
@@ -146,15 +141,6 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, kind: str
             Stored(path)
 
 
-def put(file: Path, kind: str) -> None:
-    if kind == "fifo":
-        os.mkfifo(file)
-    elif kind == "folder":
-        file.mkdir()
-    else:
-        file.symlink_to("/dev/zero" if kind == "device" else file.name)
-
-
 def test_every_dtype_that_a_buffer_can_have_has_its_size() -> None:
     """Or a checkpoint of such a model could be saved and not be loaded."""
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -167,47 +153,24 @@ def test_every_dtype_that_a_buffer_can_have_has_its_size() -> None:
     } <= BUFFER_ITEMSIZES.keys()
 
 
+LIES: dict[str, tuple[type[Exception], Change, str]] = {
+    "a rate": (CheckpointMismatch, in_group(1, lr="fast"), "lr of group 1 is 'fast'"),
+    "a pair": (CheckpointMismatch, in_group(0, betas=[0.9]), "betas of group 0"),
+    "streams": (
+        CorruptCheckpoint,
+        lambda b: b["meta"]["rng"][0].__setitem__(1, b["meta"]["rng"][0][1] - 1),
+        "dataset /rng",
+    ),
+}
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
-def test_an_older_one_is_gone_on_from(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+@pytest.mark.parametrize("name", LIES)
+def test_what_only_a_load_can_judge_is_refused_by_it(
+    comm: MPI.Intracomm, program: Program, folder: Path, name: str
 ) -> None:
-    program = Program(topology)
-    program.train(1)
-    older = program.save(folder)
-    expected = fingerprint(program)
-    program.train(1)
-    newer = program.save(folder)
-    sound = (newer / MANIFEST_FILE).read_bytes()
-    harms: list[Callable[[], object]] = [
-        lambda: (newer / MANIFEST_FILE).write_text("[" * 100_000),
-        lambda: resigned(newer, in_dataset(0, offset=-4096)),
-        lambda: resigned(newer, in_meta(optimizer=[])),
-        lambda: put(remove(newer / MANIFEST_FILE), "fifo"),
-    ]
-    for harm in harms:
-        comm.Barrier()
-        if comm.rank == 0:
-            harm()
-        comm.Barrier()
-        parallel_assert(comm, program.load(folder).path == older)
-        parallel_assert(comm, fingerprint(program) == expected)
-        comm.Barrier()
-        if comm.rank == 0:
-            (newer / MANIFEST_FILE).unlink()
-            (newer / MANIFEST_FILE).write_bytes(sound)
-    for change, message in (
-        (
-            lambda b: b["meta"]["optimizer"]["groups"][1].update(lr="fast"),
-            "lr of group 1 is 'fast'",
-        ),
-        (lambda b: b["meta"]["optimizer"]["groups"][0].update(betas=[0.9]), "betas of group 0"),
-        (lambda b: b["meta"]["rng"][0].__setitem__(1, b["meta"]["rng"][0][1] - 1), "dataset /rng"),
-    ):
-        comm.Barrier()
-        if comm.rank == 0:
-            resigned(newer, change)
-        comm.Barrier()
-        kind = CorruptCheckpoint if "rng" in message else CheckpointMismatch
-        raises_on_all(comm, kind, message, lambda: program.load(newer))
-    program.close()
+    kind, change, said = LIES[name]
+    path = program.save(folder)
+    on_root(comm, resigned, path, change)
+    raises_on_all(comm, kind, said, program.load, path)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,20 +13,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
-from hpczero.checkpoint import Checkpoints
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.errors import CheckpointMismatch, ConfigError
 from tests.checkpoint.damage import values_of
-from tests.checkpoint.programs import (
-    GLOBAL_BATCH,
-    SLAB_NBYTES,
-    Net,
-    first_ranks,
-    global_batch,
-    state_digests,
-)
+from tests.checkpoint.programs import GLOBAL_BATCH, Net, Program
+from tests.checkpoint.test_reshard import save_and_load
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all
+from tests.helpers.small_models import raises_on_all, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -64,79 +56,38 @@ SETS: dict[str, Callable[[nn.Module], tuple[Optimizer, ...]]] = {
 }
 
 
-class Program:
+class Several(Program):
     """A ``Net`` in training by several optimizers, of which the last steps every second time."""
 
-    def __init__(self, topology: hpczero.Topology, make: str = "two groups", **options: Any):
+    def __init__(
+        self, topology: hpczero.Topology, *, optimizer: str = "two groups", **options: Any
+    ) -> None:
         self.topology, self.step = topology, 0
         self.model = Net()
-        self.optimizers = SETS[make](self.model)
-        hpczero.zeroify(self.model, self.optimizers, topology=topology, **options)
-        self.schedulers = [LambdaLR(o, lambda step: 1 / (1 + step)) for o in self.optimizers]
+        self.optimizer = SETS[optimizer](self.model)
+        hpczero.zeroify(self.model, self.optimizer, topology=topology, **options)
+        self.schedulers = [LambdaLR(o, lambda step: 1 / (1 + step)) for o in self.optimizer]
 
-    def train(self, steps: int) -> list[float]:
-        """Global losses of so many steps."""
-        losses = []
-        for _ in range(steps):
-            share = GLOBAL_BATCH // self.topology.size
-            mine = global_batch(self.step)[self.topology.rank * share :][:share]
-            loss = self.model(mine).mean()
-            loss.backward()
-            due = slice(None) if self.step % 2 else slice(-1)
-            for optimizer, scheduler in zip(
-                self.optimizers[due], self.schedulers[due], strict=True
-            ):
-                optimizer.step()
-                scheduler.step()
-            self.model.zero_grad()
-            self.step += 1
-            losses.append(sum(self.topology.gather(loss.item())) / self.topology.size)
-        return losses
+    def update(self) -> None:
+        due = slice(None) if self.step % 2 else slice(-1)
+        for each in (*self.optimizer[due], *self.schedulers[due]):
+            each.step()
+        self.model.zero_grad()
 
-    def save(self, folder: Path) -> Path:
-        extra = {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
-        with Checkpoints(folder, self.model, self.optimizers, slab_nbytes=SLAB_NBYTES) as found:
-            return found.save(self.step, extra)
+    def extra(self) -> dict[str, Any]:
+        states = [scheduler.state_dict() for scheduler in self.schedulers]
+        return {"schedulers": states, "sample": self.step * GLOBAL_BATCH}
 
-    def load(self, folder: Path) -> None:
-        found = hpczero.checkpoint.load(folder, self.model, list(self.optimizers))
-        for scheduler, state in zip(self.schedulers, found.extra["schedulers"], strict=True):
+    def take(self, extra: dict[str, Any]) -> None:
+        for scheduler, state in zip(self.schedulers, extra["schedulers"], strict=True):
             scheduler.load_state_dict(state)
-        self.step = found.step
-
-    def close(self) -> None:
-        hpczero.release(self.model)
 
 
-def goes_on(
-    comm: MPI.Intracomm, folder: Path, n: int, m: int, make: str, stages: tuple[int, int]
-) -> None:
-    """Three steps on N ranks, a save, a load on M ranks, three more steps: as without a stop."""
-    saving, loading = stages
-    expected: list[float] = []
-    losses: list[float] = []
-    with first_ranks(comm, n) as topology:
-        if topology is not None:
-            program = Program(topology, make, stage=saving)
-            expected = program.train(3)
-            program.save(folder / "first")
-            expected += program.train(3)
-            program.close()
-    with first_ranks(comm, m) as topology:
-        if topology is not None:
-            program = Program(topology, make, stage=loading)
-            program.train(1)  # so that there is something to replace
-            program.load(folder / "first")
-            program.save(folder / "second")
-            losses = program.train(3)
-            program.close()
-    if comm.rank == 0:
-        first, second = (folder / name / "step-000000003" for name in ("first", "second"))
-        assert state_digests(first) == state_digests(second)
-        kept = [read_manifest(path).meta["optimizer"] for path in (first, second)]
-        assert kept[0] == kept[1]
-        tolerance = 0.0 if (n, saving) == (m, loading) else 1e-6
-        np.testing.assert_allclose(losses, expected[3:], rtol=tolerance, atol=0)
+@pytest.fixture
+def several(topology: hpczero.Topology) -> Iterator[Several]:
+    found = Several(topology)
+    yield found
+    found.close()
 
 
 @pytest.mark.ranks(3)
@@ -145,28 +96,26 @@ def goes_on(
 def test_any_number_of_ranks_goes_on_from_any_other(
     comm: MPI.Intracomm, folder: Path, n: int, m: int, make: str
 ) -> None:
-    stage = (n + len(make)) % 4
-    goes_on(comm, folder, n, m, make, (stage, stage))
+    stage = {"stage": (n + len(make)) % 4}
+    save_and_load(comm, folder, (n, stage), (m, stage), make, Several)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 def test_any_stage_goes_on_from_any_other(
-    comm: MPI.Intracomm, folder: Path, before: int, after: int, make: str
+    comm: MPI.Intracomm, folder: Path, before: int, after: int
 ) -> None:
-    goes_on(comm, folder, 2, 2, make, (before, after))
+    make = list(SETS)[(before + after) % len(SETS)]
+    save_and_load(comm, folder, (2, {"stage": before}), (2, {"stage": after}), make, Several)
 
 
 @pytest.mark.ranks(2)
 def test_the_manifest_says_which_groups_are_whose(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, several: Several, folder: Path
 ) -> None:
-    program = Program(topology)
-    program.train(2)
-    path = program.save(folder)
-    program.close()
+    several.train(2)
+    path = several.save(folder)
     meta = read_manifest(path).meta["optimizer"]
     assert meta["class"] == "AdamW, SGD"
     assert meta["optimizers"] == [["AdamW", 2], ["SGD", 1]]
@@ -180,13 +129,11 @@ def test_one_optimizer_is_written_as_ever(
     comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
 ) -> None:
     model = Net()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    hpczero.zeroify(model, [SGD(trained, lr=0.1)], topology=topology)
-    path = hpczero.checkpoint.save(folder, model, step=1)
-    hpczero.release(model)
+    with zeroified(model, fewer(model), topology=topology):
+        path = hpczero.checkpoint.save(folder, model, step=1)
     meta = read_manifest(path).meta["optimizer"]
     assert list(meta) == ["class", "groups", "kinds", "present"]
-    assert meta["class"] == "SGD"
+    assert meta["class"] == "AdamW"
 
 
 def fewer(model: nn.Module) -> tuple[Optimizer, ...]:
@@ -224,50 +171,36 @@ REFUSED: dict[Callable[[nn.Module], tuple[Optimizer, ...]], str] = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
 def test_other_optimizers_are_refused_by_name(
-    comm: MPI.Intracomm,
-    topology: hpczero.Topology,
-    folder: Path,
-    make: Callable[[nn.Module], tuple[Optimizer, ...]],
+    comm: MPI.Intracomm, topology: hpczero.Topology, several: Several, folder: Path, make: Any
 ) -> None:
-    program = Program(topology)
-    program.train(2)
-    program.save(folder)
-    program.close()
+    several.train(2)
+    several.save(folder)
     model = Net()
-    hpczero.zeroify(model, make(model), topology=topology)
-    before = values_of(hpczero.sharding(model))
-    raises_on_all(
-        comm, CheckpointMismatch, REFUSED[make], lambda: hpczero.checkpoint.load(folder, model)
-    )
-    after = values_of(hpczero.sharding(model))
-    parallel_assert(comm, all(map(torch.equal, before, after)))
-    hpczero.release(model)
+    with zeroified(model, make(model), topology=topology) as sharding:
+        before = values_of(sharding)
+        raises_on_all(
+            comm, CheckpointMismatch, REFUSED[make], hpczero.checkpoint.load, folder, model
+        )
+        parallel_assert(comm, all(map(torch.equal, before, values_of(sharding))))
 
 
 @pytest.mark.ranks(2)
 def test_several_do_not_go_on_from_one(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, topology: hpczero.Topology, several: Several, folder: Path
 ) -> None:
     model = Net()
-    hpczero.zeroify(model, fewer(model), topology=topology)
-    hpczero.checkpoint.save(folder, model, step=1)
-    hpczero.release(model)
-    program = Program(topology)
-    pattern = (
-        r"the state of 1 optimizer\(s\) \(AdamW\), and .* with 2 optimizer\(s\) \(AdamW, SGD\)"
-    )
-    raises_on_all(comm, CheckpointMismatch, pattern, lambda: program.load(folder))
-    program.close()
+    with zeroified(model, fewer(model), topology=topology):
+        hpczero.checkpoint.save(folder, model, step=1)
+    pattern = r"of 1 optimizer\(s\) \(AdamW\), and .* with 2 optimizer\(s\) \(AdamW, SGD\)"
+    raises_on_all(comm, CheckpointMismatch, pattern, several.load, folder)
 
 
 @pytest.mark.ranks(1)
 def test_save_with_other_optimizers_than_at_zeroify(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    comm: MPI.Intracomm, several: Several, folder: Path
 ) -> None:
-    program = Program(topology)
-    first, second = program.optimizers
+    first, second = several.optimizer
     for given in (first, (first,), (second, first)):
         with pytest.raises(ConfigError, match=r"not the 2 that .* \(AdamW, SGD, in this order\)"):
-            hpczero.checkpoint.save(folder, program.model, given, step=1)
-    hpczero.checkpoint.save(folder, program.model, [first, second], step=1)
-    program.close()
+            hpczero.checkpoint.save(folder, several.model, given, step=1)
+    hpczero.checkpoint.save(folder, several.model, [first, second], step=1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
     from mpi4py import MPI
@@ -25,3 +26,19 @@ def parallel_assert(comm: MPI.Intracomm, condition: object, message: str = "") -
     verdicts = comm.allgather((bool(condition), message))
     wrong = [f"rank {rank}: {said}" for rank, (ok, said) in enumerate(verdicts) if not ok]
     assert not wrong, f"false on {len(wrong)} of {comm.size} ranks\n" + "\n".join(wrong)
+
+
+def on_root(comm: MPI.Intracomm, call: Callable[..., object], *args: Any, **options: Any) -> None:
+    """``call(*args, **options)`` on rank 0 alone, once all ranks are here; none goes on before it is done.
+
+    Where it fails, the test fails on all ranks. Collective over ``comm``.
+    """
+    __tracebackhide__ = True
+    comm.Barrier()
+    error: Exception | None = None
+    if comm.rank == 0:
+        try:
+            call(*args, **options)
+        except Exception as caught:  # judged below, on every rank
+            error = caught
+    parallel_assert(comm, error is None, f"{type(error).__name__}: {error}")

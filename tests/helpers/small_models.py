@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -98,11 +98,16 @@ def zeroified(
 
 
 def raises_on_all(
-    comm: MPI.Intracomm, kind: type[Exception], pattern: str, call: Callable[[], object]
+    comm: MPI.Intracomm,
+    kind: type[Exception],
+    pattern: str,
+    call: Callable[..., object],
+    *args: Any,
+    **options: Any,
 ) -> str:
-    """``call`` raises ``kind`` with a message like ``pattern`` on every rank, agreed, so that none is left waiting.
+    """``call(*args, **options)`` raises ``kind`` with a message like ``pattern`` on every rank, agreed.
 
-    Collective over ``comm``.
+    So no rank is left waiting. Collective over ``comm``.
 
     Returns:
         This rank's message.
@@ -110,7 +115,7 @@ def raises_on_all(
     __tracebackhide__ = True
     error: Exception | None = None
     try:
-        call()
+        call(*args, **options)
     except Exception as caught:  # judged below, on every rank
         error = caught
     said = f"{type(error).__name__}: {error}"
@@ -160,6 +165,16 @@ def values(sharding: hpczero.Sharding) -> list[Tensor]:
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     """Whether all tensors are equal in every bit."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def same_state(found: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor] | None) -> bool:
+    """In names, dtypes and every bit; None is what ranks other than 0 have of a full state."""
+    if found is None or expected is None:
+        return found is None
+    return found.keys() == expected.keys() and all(
+        value.dtype == expected[name].dtype and torch.equal(value, expected[name])
+        for name, value in found.items()
+    )
 
 
 def mlp_backward(model: nn.Module, rank: int) -> None:
