@@ -20,10 +20,12 @@ from tests.helpers.bridged import (
     two_nodes,
     values,
 )
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.parallel import parallel_assert, told
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8)
 # The gloo of torch 2.8 does not broadcast complex numbers; bf16 was not tried apart.
@@ -139,6 +141,20 @@ def objects(rank: int, size: int) -> list[Tensor]:
     return []
 
 
+def halves(rank: int, size: int) -> list[Tensor]:
+    """Sums and means of fp16 and bf16, of few and of many elements."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        for numel in (7, 200_003):
+            whole, mean = values(rank, (numel,), dtype), values(rank, (numel,), dtype)
+            part = torch.empty(numel, dtype=dtype)
+            reduce_scatter_single(part, whole.repeat(size))
+            dist.all_reduce(whole)
+            dist.all_reduce(mean, dist.ReduceOp.AVG)
+            found += [whole, part, mean]
+    return found
+
+
 def groups(rank: int, size: int) -> list[Tensor]:
     """Groups of some ranks, which overlap."""
     first, last = dist.new_group([0, size - 1]), dist.new_group(list(range(1, size)))
@@ -168,8 +184,6 @@ EXACT = (all_gather, broadcast, gather_and_scatter, all_to_all, messages, object
 SUMS = (all_reduce, reduce, reduce_scatter, groups, later)
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("one_node", [True, False])
 @pytest.mark.parametrize("program", [*EXACT, *SUMS], ids=lambda program: program.__name__)
 def test_collective_is_that_of_gloo(comm: MPI.Intracomm, program: Program, one_node: bool) -> None:
@@ -238,8 +252,6 @@ IN_PLACE = (
 )
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("one_node", [True, False])
 @pytest.mark.parametrize("rows", [4, 120_000])
 def test_what_a_call_fills_may_overlap_what_it_reads(
@@ -263,21 +275,14 @@ def copied(source: Any, targets: Sequence[Tensor], **_: object) -> Any:
     return source.clone() if isinstance(source, Tensor) else [each.clone() for each in source]
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.ranks(2)
 def test_reduce_scatter_of_other_lengths_on_each_rank_is_refused(comm: MPI.Intracomm) -> None:
     parts = [torch.ones(3), torch.ones(2 + comm.rank)]
     with bridge(comm):
-        text = ""
-        try:
-            dist.reduce_scatter(torch.empty_like(parts[comm.rank]), parts)
-        except CommError as error:
-            text = str(error)
+        text = told(CommError, dist.reduce_scatter, torch.empty_like(parts[comm.rank]), parts)
     parallel_assert(comm, "reduce_scatter" in text, text)
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("one_node", [True, False])
 def test_elements_are_sent_where_memory_holds_their_negatives(
     comm: MPI.Intracomm, one_node: bool
@@ -307,30 +312,39 @@ def test_elements_are_sent_where_memory_holds_their_negatives(
     parallel_assert(comm, not wrong, str(wrong))
 
 
-@pytest.mark.mpi
 @pytest.mark.ranks(1, 3)
 def test_half_precision_is_added_in_fp32_in_rank_order_and_rounded_once(
     comm: MPI.Intracomm,
 ) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        for numel in (7, 70_001):
-            mine = values(comm.rank, (numel,), dtype)
-            total = values(0, (numel,), dtype).float()
-            for rank in range(1, comm.size):
-                total += values(rank, (numel,), dtype)
-            part = torch.empty(numel, dtype=dtype)
-            mean = mine.clone()
-            with bridge(comm):
-                whole = mine.clone()
-                dist.all_reduce(whole)
-                dist.all_reduce(mean, dist.ReduceOp.AVG)
-                reduce_scatter_single(part, mine.repeat(comm.size))
-            same = torch.equal(whole, total.to(dtype)) and torch.equal(part, whole)
-            parallel_assert(comm, same, f"{numel} x {dtype}")
-            parallel_assert(comm, torch.equal(mean, (total / comm.size).to(dtype)), "mean")
+    with bridge(comm):
+        found = halves(comm.rank, comm.size)
+    for whole, part, mean in zip(found[::3], found[1::3], found[2::3], strict=True):
+        given = [values(rank, whole.shape, whole.dtype) for rank in range(comm.size)]
+        total = given[0].float()
+        for each in given[1:]:
+            total += each
+        name = f"{whole.numel()} x {whole.dtype}"
+        same = torch.equal(whole, total.to(whole.dtype)) and torch.equal(part, whole)
+        parallel_assert(comm, same, name)
+        parallel_assert(comm, torch.equal(mean, (total / comm.size).to(mean.dtype)), f"mean {name}")
 
 
-@pytest.mark.mpi
+@pytest.mark.ranks(3)
+def test_operations_that_gloo_has_not(comm: MPI.Intracomm) -> None:
+    """A sum with each rank's own factor, and truths that are joined."""
+    given = [values(rank, (5,)) for rank in range(comm.size)]
+    found, any_is, all_are = given[comm.rank].clone(), given[comm.rank] > 0, given[comm.rank] > 0
+    with bridge(comm):
+        dist.all_reduce(found, dist._make_nccl_premul_sum(0.5))  # type: ignore[attr-defined]
+        dist.all_reduce(any_is, dist.ReduceOp.BOR)
+        dist.all_reduce(all_are, dist.ReduceOp.BAND)
+    parallel_assert(comm, torch.equal(found, 0.5 * given[0] + 0.5 * given[1] + 0.5 * given[2]))
+    truths = torch.stack(given) > 0
+    parallel_assert(
+        comm, torch.equal(any_is, truths.any(0)) and torch.equal(all_are, truths.all(0))
+    )
+
+
 @pytest.mark.ranks(2)
 def test_tensors_that_are_not_contiguous_are_read_and_filled_in_order(
     comm: MPI.Intracomm,
@@ -351,7 +365,6 @@ def test_tensors_that_are_not_contiguous_are_read_and_filled_in_order(
     parallel_assert(comm, torch.equal(came, other))
 
 
-@pytest.mark.mpi
 @pytest.mark.ranks(3)
 def test_groups_that_their_members_make_alone_may_overlap(comm: MPI.Intracomm) -> None:
     """torch names such groups by how many a rank has made, so names differ; gloo waits for ever here."""
@@ -365,8 +378,6 @@ def test_groups_that_their_members_make_alone_may_overlap(comm: MPI.Intracomm) -
             parallel_assert(comm, int(tensor) == expected, str(tensor))
 
 
-@pytest.mark.mpi
-@pytest.mark.ranks(2, 3)
 def test_gloo_beside_the_bridge_finds_its_ranks_through_the_bridges_store(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,7 +390,6 @@ def test_gloo_beside_the_bridge_finds_its_ranks_through_the_bridges_store(
         dist.destroy_process_group(group)
 
 
-@pytest.mark.mpi
 @pytest.mark.ranks(1, 3)
 def test_store_keeps_what_any_rank_has_set(comm: MPI.Intracomm) -> None:
     with bridge(comm):
@@ -400,29 +410,15 @@ def test_store_keeps_what_any_rank_has_set(comm: MPI.Intracomm) -> None:
         parallel_assert(comm, deleted.count(True) == 1 and not store.check(["key"]))
 
 
-@pytest.mark.mpi
-@pytest.mark.ranks(2, 3)
 def test_direct_reads_give_the_bits_of_staging(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the machine allows no reads, the second half compares staging with itself."""
-    numel = 200_003  # each of three ranks reduces more than one piece
     found = []
     for least in (0, 2**40):
         monkeypatch.setattr("hpczero.bridge.exchange.LEAST_NBYTES", least)
         with bridge(comm):
-            tensors = []
-            for dtype in (torch.float32, torch.bfloat16):
-                whole, mean = values(comm.rank, (numel,), dtype), values(comm.rank, (numel,), dtype)
-                dist.all_reduce(whole)
-                dist.all_reduce(mean, dist.ReduceOp.AVG)
-                told = values(comm.rank, (2 * numel,), dtype)
-                dist.broadcast(told, comm.size - 1)
-                rows = torch.empty(comm.size * numel, dtype=dtype)
-                all_gather_single(rows, values(comm.rank, (numel,), dtype))
-                part = torch.empty(numel, dtype=dtype)
-                reduce_scatter_single(part, rows)
-                tensors += [whole, mean, told, rows, part]
-        found.append(tensors)
+            programs = (all_reduce, broadcast, all_gather, reduce_scatter, halves)
+            found.append([each for program in programs for each in program(comm.rank, comm.size)])
     same = [torch.equal(one, other) for one, other in zip(*found, strict=True)]
     parallel_assert(comm, all(same), str(same))

@@ -17,8 +17,8 @@ import tempfile
 import threading
 import unittest
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +91,10 @@ def run_all(place: Path, options: argparse.Namespace) -> dict[str, tuple[str, st
         found |= {name: (line["verdict"], line["words"]) for name, line in ended.items()}
         rest = [name for name in left if name not in ended]
         if rest:  # the first of them took the job down
-            name = rest[0]
-            words = next(
-                (x["words"] for x in lines if x["kind"] == "failed" and x["test"] == name), ""
-            )
-            found[name] = ("failed", words or f"ended the job: {done.stderr.strip()[-300:]}")
-            rest = rest[1:]
-        left = rest
+            failed = {x["test"]: x["words"] for x in lines if x["kind"] == "failed"}
+            words = f"ended the job: {done.stderr.strip()[-300:]}"
+            found[rest[0]] = ("failed", failed.get(rest[0]) or words)
+        left = rest[1:]
         new = [f"{name}: {found[name][1]}" for name in found if found[name][0] == "failed"][-3:]
         sys.stderr.write(f"{len(found)} done, {len(left)} left; failed last: {new}\n")
     return found
@@ -212,18 +209,16 @@ def _started(comm: Any, backend: str) -> AbstractContextManager[None]:
     return gloo(comm) if backend == "gloo" else _bridged(comm)
 
 
-class _bridged(AbstractContextManager[None]):
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
+@contextmanager
+def _bridged(comm: Any) -> Iterator[None]:
+    import torch.distributed as dist
 
-    def __enter__(self) -> None:
-        import hpczero.bridge
+    import hpczero.bridge
 
-        hpczero.bridge.init(self._comm)
-
-    def __exit__(self, *error: object) -> None:
-        import torch.distributed as dist
-
+    hpczero.bridge.init(comm)
+    try:
+        yield
+    finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hpczero
 from hpczero.errors import ConfigError, HpcZeroError
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.parallel import parallel_assert, told
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,9 +36,7 @@ def model() -> nn.Module:
 def samples() -> TensorDataset:
     """So many that an incomplete batch is filled up, and that each epoch ends with a step, on 1 to 3 ranks."""
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(
-        torch.randn(23, 7, generator=generator), torch.randn(23, 3, generator=generator)
-    )
+    return TensorDataset(*(torch.randn(23, width, generator=generator) for width in (7, 3)))
 
 
 def loss_of(net: Any, batch: Any) -> Tensor:
@@ -72,17 +70,23 @@ def plain(size: int, epochs: int, *, shuffle: bool = True) -> tuple[dict[str, Te
     return net.state_dict(), norms
 
 
+def fabric_of(topology: Topology, sharding: dict[str, Any], **options: Any) -> Any:
+    """Launched."""
+    from lightning_fabric import Fabric
+
+    from hpczero.fabric import HpczeroStrategy
+
+    strategy = HpczeroStrategy(topology, device="cpu", **sharding)
+    found = Fabric(accelerator="cpu", devices=1, strategy=strategy, **options)
+    found.launch()
+    return found
+
+
 class Program:
     """What a user of Fabric writes."""
 
     def __init__(self, topology: Topology, *, shuffle: bool = True, **sharding: Any) -> None:
-        from lightning_fabric import Fabric
-
-        from hpczero.fabric import HpczeroStrategy
-
-        strategy = HpczeroStrategy(topology, device="cpu", **sharding)
-        self.fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
-        self.fabric.launch()
+        self.fabric = fabric_of(topology, sharding)
         net = model()
         self.net, self.optimizer = self.fabric.setup(net, adamw(net))
         loader = DataLoader(samples(), batch_size=2, shuffle=shuffle)
@@ -104,9 +108,8 @@ class Program:
                 with self.fabric.no_backward_sync(self.net, enabled=not last):
                     self.fabric.backward(loss_of(self.net, batch))
                 if last:
-                    norm: Any = self.fabric.clip_gradients(
-                        self.net, self.optimizer, max_norm=MAX_NORM
-                    )
+                    most = {"max_norm": MAX_NORM}
+                    norm = self.fabric.clip_gradients(self.net, self.optimizer, **most)
                     self.norms.append(float(norm))
                     self.optimizer.step()
                     self.optimizer.zero_grad()
@@ -146,16 +149,10 @@ def test_fabric_equals_plain_torch(
 def test_each_optimizer_clips_its_own_parameters(
     comm: MPI.Intracomm, topology: Topology, stage: int, how: dict[str, float]
 ) -> None:
-    from lightning_fabric import Fabric
-
-    from hpczero.fabric import HpczeroStrategy
-
     def parts(net: Any) -> list[nn.Module]:
         return [net[0], nn.ModuleList([net[2], net[4]])]
 
-    strategy = HpczeroStrategy(topology, device="cpu", stage=stage)
-    fabric: Any = Fabric(accelerator="cpu", devices=1, strategy=strategy)
-    fabric.launch()
+    fabric = fabric_of(topology, {"stage": stage})
     net, expected = model(), model()
     net, *ours = fabric.setup(net, *map(adamw, parts(net)))
     theirs = [adamw(part) for part in parts(expected)]
@@ -193,9 +190,7 @@ def test_checkpoint_goes_on_at_another_stage_and_by_fewer_ranks(
     second = Program(topology, stage=1, shuffle=False)
     rest = second.fabric.load(folder / "one", second.state)
     parallel_assert(comm, rest == {} and second.state["epoch"] == 1, f"{rest} {second.state}")
-    parallel_assert(
-        comm, second.state["said"] == {"a": (1, [2.5, None])}, str(second.state["said"])
-    )
+    parallel_assert(comm, second.state["said"] == first.state["said"], str(second.state["said"]))
     second.train(2)
     far = furthest(second.weights(comm), expected)
     parallel_assert(comm, far < 1e-6, f"{far}")
@@ -251,11 +246,8 @@ def test_load_that_lacks_an_entry_changes_nothing(
     program = Program(topology, stage=stage)
     program.fabric.save(folder / "one", program.state)
     program.train(1)
-    before, text = program.weights(comm), ""
-    try:
-        program.fabric.load(folder / "one", {**program.state, "nope": 1})
-    except KeyError as error:
-        text = str(error)
+    before = program.weights(comm)
+    text = told(KeyError, program.fabric.load, folder / "one", {**program.state, "nope": 1})
     far = furthest(program.weights(comm), before)
     parallel_assert(comm, "holds no 'nope', but model, optimizer" in text and far == 0.0, text)
     program.done()
@@ -291,19 +283,13 @@ def test_what_cannot_work_is_refused_on_all_ranks(
         "filter": lambda: fabric.save(folder, program.state, filter={"model": lambda k, v: True}),
         "0 model": lambda: fabric.save(folder, {"epoch": 1}),
         "JSON": lambda: fabric.save(folder, {"model": net, "kept": {1, 2}}),
-        "extra['fabric']['values']['mine']": lambda: fabric.save(
-            folder, {"model": net, "mine": comm.rank}
-        ),
+        "['values']['mine']": lambda: fabric.save(folder, {"model": net, "mine": comm.rank}),
         "no checkpoint there": lambda: fabric.load(folder / "none", program.state),
         "sync_grads": lambda: fabric.all_gather(torch.ones(1), sync_grads=True),
         "all_gather: rank 1": lambda: fabric.all_gather(torch.ones(1 + comm.rank)),
     }
     for said, call in calls.items():
-        text = "nothing"
-        try:
-            call()
-        except HpcZeroError as error:
-            text = str(error)
+        text = told(HpcZeroError, call)
         parallel_assert(comm, said in text, f"{said}: {text}")
     program.done()
 
@@ -311,13 +297,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(
 @pytest.mark.ranks(2)
 def test_precision_is_zeroifys(comm: MPI.Intracomm, topology: Topology) -> None:
     """bf16 with fp32 masters instead of autocast; half masters are refused."""
-    from lightning_fabric import Fabric
-
-    from hpczero.fabric import HpczeroStrategy
-
-    strategy = HpczeroStrategy(topology, device="cpu", stage=2)
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed")
-    fabric.launch()
+    fabric = fabric_of(topology, {"stage": 2}, precision="bf16-mixed")
     net = model()
     net, optimizer = fabric.setup(net, adamw(net))
     seen = []
@@ -328,9 +308,4 @@ def test_precision_is_zeroifys(comm: MPI.Intracomm, topology: Topology) -> None:
     parallel_assert(comm, hpczero.sharding(net.module).plan.precision.param == "bf16")
     hpczero.release(net.module)
     with pytest.raises(ConfigError, match="precision: got '16-true'"):
-        Fabric(
-            accelerator="cpu",
-            devices=1,
-            strategy=HpczeroStrategy(topology, device="cpu"),
-            precision="16-true",
-        )
+        fabric_of(topology, {}, precision="16-true")

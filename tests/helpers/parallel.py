@@ -42,3 +42,15 @@ def on_root(comm: MPI.Intracomm, call: Callable[..., object], *args: Any, **opti
         except Exception as caught:  # judged below, on every rank
             error = caught
     parallel_assert(comm, error is None, f"{type(error).__name__}: {error}")
+
+
+def told(kind: type[Exception], call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """What ``call(*args, **options)`` says on this rank where it raises ``kind``, for ranks to judge together.
+
+    Empty where it does not raise.
+    """
+    try:
+        call(*args, **options)
+    except kind as error:
+        return str(error)
+    return ""
