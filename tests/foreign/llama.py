@@ -6,6 +6,8 @@ Must not know: what any test looks for.
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hpczero
+from tests.helpers.parallel import on_root, parallel_assert
 
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
     from mpi4py import MPI
@@ -53,25 +56,38 @@ def on_disk(
 ) -> Path:
     """Its folder, written by rank 0 in several files. Collective."""
     size = options.pop("max_shard_size", "5KB")
-    if comm.rank == 0:
+
+    def write() -> None:
         made(**options).to(dtype).save_pretrained(folder, max_shard_size=size)
-    comm.Barrier()
+
+    on_root(comm, write)
     return folder
 
 
-def changed(comm: MPI.Intracomm, file: Path, change: Any) -> None:
-    """Let rank 0 change the tensors of one file in place. Collective."""
-    if comm.rank == 0:
-        tensors = load_file(file)
-        change(tensors)
-        save_file(tensors, file, {"format": "pt"})
-    comm.Barrier()
+def change_tensors(file: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """In place."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    """Some entries of an object."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def tokens(rank: int = 0) -> Tensor:
     """(2, 7), other ones on every rank."""
     generator = torch.Generator().manual_seed(50 + rank)
     return torch.randint(3, VOCABULARY, (2, 7), generator=generator)
+
+
+def holds(comm: MPI.Intracomm, model: nn.Module, plain: Callable[[], Any], *but: str) -> None:
+    """The whole model has the values of the plain one, in every bit; not where a name is in ``but``. Collective."""
+    found = hpczero.full_state_dict(model)
+    expected = {} if found is None else plain().state_dict()
+    wrong = [n for n in expected if n not in but and not torch.equal(expected[n], (found or {})[n])]
+    parallel_assert(comm, not wrong and expected.keys() == (found or {}).keys(), str(wrong))
 
 
 def sharded(topology: Topology, folder: Path, **options: Any) -> tuple[nn.Module, Any]:

@@ -1,12 +1,13 @@
 """A job that loads a folder into shards, saves them, and says what that took: ``memory_program.py FOLDER TRANSPORT``.
 
-Each rank prints peak anonymous memory above what it had before, its shard and the largest tensor in fp32, then the peak
-while saving and the largest unit, all in bytes.
+Each rank prints a line of JSON: peaks of anonymous memory above what it had before, while loading and while saving, its
+shard, the largest tensor and the largest unit in fp32, and what it has read, all in bytes.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import threading
 import time
@@ -59,13 +60,13 @@ def main(folder: str, transport: str) -> None:
             model, optimizer, topology=topology, transport=transport, initialize=weights
         )
     shard = 4 * sum(unit.owned_numel for unit in hpczero.sharding(model).units)
-    sys.stdout.write(f"found {peak.most - peak.before} {shard} {largest} {weights.nbytes_read}\n")
-    sys.stdout.flush()
     largest_unit = 4 * max(unit.spec.layout.numel for unit in hpczero.sharding(model).units)
+    found = {"loading": peak.most - peak.before, "shard": shard, "largest": largest}
+    found |= {"read": weights.nbytes_read, "unit": largest_unit}
     with Peak() as peak:
         hpczero.hf.save_pretrained(model, Path(folder) / "saved", dtype="bf16", shard_mib=30)
-    sys.stdout.write(f"saved {peak.most - peak.before} {largest_unit}\n")
-    sys.stdout.flush()
+    found["saving"] = peak.most - peak.before
+    print(json.dumps(found), flush=True)
     hpczero.release(model)
 
 

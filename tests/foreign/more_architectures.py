@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.compat.architectures import BERT, LLAMA, SEQ2SEQ, VOCABULARY, Architecture, padded, pair
+from typing import Any
+
+from tests.compat.architectures import BERT, GPT, LLAMA, SEQ2SEQ, Architecture, padded, pair
 
 POSITIONS = {**SEQ2SEQ, "max_position_embeddings": 32}
 EXPERTS = {
@@ -15,44 +17,39 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 
+HEADS_OF_8 = {**LLAMA, "head_dim": 8}
+CAUSAL: dict[str, dict[str, Any]] = {
+    "Gemma": HEADS_OF_8,
+    "Olmo": LLAMA,
+    "Olmo2": LLAMA,
+    "Qwen2Moe": EXPERTS,
+    "Granite": LLAMA,
+    "Cohere": LLAMA,
+    "Starcoder2": {**LLAMA, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "GPTBigCode": {**GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+PAIRS = {
+    "MBart": "MBartForConditionalGeneration",
+    "Pegasus": "PegasusForConditionalGeneration",
+    "Marian": "MarianMTModel",
+}
+
 MORE = [
-    Architecture("gemma", "GemmaForCausalLM", "GemmaConfig", {**LLAMA, "head_dim": 8}),
+    *(
+        Architecture(kind.lower(), f"{kind}ForCausalLM", f"{kind}Config", sizes)
+        for kind, sizes in CAUSAL.items()
+    ),
+    *(
+        Architecture(kind.lower(), model, f"{kind}Config", POSITIONS, pair)
+        for kind, model in PAIRS.items()
+    ),
+    Architecture("stablelm", "StableLmForCausalLM", "StableLmConfig", LLAMA, padded),
     Architecture(
         "gemma3",
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
-        {**LLAMA, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
+        {**HEADS_OF_8, "query_pre_attn_scalar": 8, "sliding_window": 4},
     ),
-    Architecture("stablelm", "StableLmForCausalLM", "StableLmConfig", LLAMA, padded),
-    Architecture("olmo", "OlmoForCausalLM", "OlmoConfig", LLAMA),
-    Architecture("olmo2", "Olmo2ForCausalLM", "Olmo2Config", LLAMA),
-    Architecture("qwen2-moe", "Qwen2MoeForCausalLM", "Qwen2MoeConfig", EXPERTS),
-    Architecture("granite", "GraniteForCausalLM", "GraniteConfig", LLAMA),
-    Architecture("cohere", "CohereForCausalLM", "CohereConfig", LLAMA),
-    Architecture(
-        "starcoder2",
-        "Starcoder2ForCausalLM",
-        "Starcoder2Config",
-        {**LLAMA, "residual_dropout": 0.0, "embedding_dropout": 0.0},
-    ),
-    Architecture(
-        "gpt-bigcode",
-        "GPTBigCodeForCausalLM",
-        "GPTBigCodeConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 16,
-            "n_layer": 2,
-            "n_head": 2,
-            "n_positions": 32,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        },
-    ),
-    Architecture("mbart", "MBartForConditionalGeneration", "MBartConfig", POSITIONS, pair),
-    Architecture("pegasus", "PegasusForConditionalGeneration", "PegasusConfig", POSITIONS, pair),
-    Architecture("marian", "MarianMTModel", "MarianConfig", POSITIONS, pair),
     Architecture(
         "deberta",
         "DebertaForMaskedLM",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -57,18 +58,13 @@ def test_a_rank_loads_and_saves_what_it_could_not_hold(tmp_path: Path, name: str
     environment = {"PYTHONPATH": os.fspath(ROOT), **FREED}
     finished = run_ranks(2, [PROGRAM, tmp_path, "flat"], 250, env=environment)
     assert finished.returncode == 0, str(finished)
-    lines = [line.split() for line in finished.stdout.splitlines() if line.startswith("found")]
-    assert len(lines) == 2, str(finished)
-    read = 0
-    for _, peak, shard, largest, nbytes in lines:
-        bound = int(shard) + int(largest) + 40 * MIB
-        assert int(peak) <= bound, str(finished)
+    found = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 2, str(finished)
+    assert sum(each["read"] for each in found) == 2 * numel
+    for each in found:
+        bound = each["shard"] + each["largest"] + 40 * MIB
+        assert each["loading"] <= bound, str(finished)
         assert bound < 4 * numel, "a rank that held the model would not be found"
-        read += int(nbytes)
-    assert read == 2 * numel
-    for line in finished.stdout.splitlines():
-        if line.startswith("saved"):
-            saved, unit = map(int, line.split()[1:])
-            # the unit, and the largest parameter again: half of it in bf16, or all of it taken apart into experts
-            bound = unit + int(largest) + 40 * MIB
-            assert saved <= bound < 4 * numel, str(finished)
+        # the unit, and the largest parameter again: half of it in bf16, or all of it taken apart into experts
+        bound = each["unit"] + each["largest"] + 40 * MIB
+        assert each["saving"] <= bound < 4 * numel, str(finished)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import hpczero
 from hpczero.errors import ConfigError
@@ -59,22 +60,13 @@ def write(folder: Path, seed: int = 4) -> Any:
     """A model of such a folder, as transformers loads it."""
     folder.mkdir()
     (folder / "modeling_wavy.py").write_text(CODE)
-    content = {
-        "model_type": "wavy",
-        "architectures": ["WavyModel"],
-        "auto_map": {
-            "AutoConfig": "modeling_wavy.WavyConfig",
-            "AutoModel": "modeling_wavy.WavyModel",
-        },
-        "width": 7,
-    }
+    places = {f"Auto{kind}": f"modeling_wavy.Wavy{kind}" for kind in ("Config", "Model")}
+    content = {"model_type": "wavy", "architectures": ["WavyModel"], "auto_map": places, "width": 7}
     (folder / "config.json").write_text(json.dumps(content))
     library = llama.library()
     config = library.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     torch.manual_seed(seed)
     model = library.AutoModel.from_config(config, trust_remote_code=True)
-    from safetensors.torch import save_file
-
     save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
     return model.eval()
 
@@ -85,7 +77,7 @@ def test_code_of_the_folder_is_run_where_it_is_trusted(
 ) -> None:
     plain = write(folder / "a") if comm.rank == 0 else None
     comm.Barrier()
-    raises_on_all(comm, ConfigError, "custom code", lambda: llama.sharded(topology, folder / "a"))
+    raises_on_all(comm, ConfigError, "custom code", llama.sharded, topology, folder / "a")
     model, _ = llama.sharded(topology, folder / "a", trust_remote_code=True)
     x = torch.ones(2, 7)
     with torch.no_grad():
@@ -107,11 +99,7 @@ def test_code_of_the_folder_is_run_where_it_is_trusted(
 def test_ranks_that_share_layers_read_their_parts_and_save_the_whole(
     comm: MPI.Intracomm, folder: Path
 ) -> None:
-    options: dict[str, Any] = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 16,
-    }
+    options: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16}
     llama.on_disk(comm, folder / "a", **options)
     topology = hpczero.Topology.create(comm, mesh=hpczero.Mesh(tensor=2))
     model, weights = hpczero.hf.load(folder / "a", topology=topology)

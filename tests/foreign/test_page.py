@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from tests.foreign import llama
 from tests.helpers.mpirun import ROOT, run_ranks
+from tests.helpers.transcripts import blocks
 
 PAGE = ROOT / "docs" / "hugging-face.md"
 README = ROOT / "README.md"
@@ -30,9 +30,7 @@ def test_program_of_the_page_trains_and_saves(tmp_path: Path) -> None:
     plain.pre_tokenizer = Whitespace()
     fast: Any = llama.library().PreTrainedTokenizerFast(tokenizer_object=plain)
     fast.save_pretrained(tmp_path / "my-model")
-    found = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    (tmp_path / "program.py").write_text(found.group(1))
+    (tmp_path / "program.py").write_text(blocks(PAGE, "python")[0])
     finished = run_ranks(2, ["program.py"], 240, cwd=tmp_path)
     assert finished.returncode == 0, str(finished)
     kind: Any = llama.library().AutoModelForCausalLM
@@ -57,19 +55,15 @@ loader = ResumableLoader(samples, global_batch=2, topology=topology)
 @pytest.mark.filterwarnings("ignore", "error:::hpczero")
 def test_programs_of_the_readme_train_save_and_go_on(tmp_path: Path) -> None:
     llama.made().save_pretrained(tmp_path / "my-model")
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    whole, calls = (next(b for b in blocks if word in b) for word in ("hf.load", "checkpoint.save"))
-    program = (
-        f"{whole}\n{SCHEDULE}\nstep = 1\n{calls}\nassert (step, scheduler.last_epoch) == (1, 1)\n"
-    )
-    (tmp_path / "program.py").write_text(program)
+    shown = blocks(README, "python")
+    whole, calls = (next(b for b in shown if word in b) for word in ("hf.load", "checkpoint.save"))
+    end = "assert (step, scheduler.last_epoch) == (1, 1)"
+    (tmp_path / "program.py").write_text(f"{whole}\n{SCHEDULE}\nstep = 1\n{calls}\n{end}\n")
     finished = run_ranks(2, ["program.py"], 240, cwd=tmp_path)
     assert finished.returncode == 0, str(finished)
     kind: Any = llama.library().AutoModelForCausalLM
-    again, before = (
-        kind.from_pretrained(tmp_path / "trained").state_dict(),
-        llama.made().state_dict(),
-    )
+    again = kind.from_pretrained(tmp_path / "trained").state_dict()
+    before = llama.made().state_dict()
     product = "model.layers.0.self_attn.q_proj.weight"
     # B is zero at first: one step moves it, and the product with it.
     assert not torch.equal(again[product], before[product].bfloat16().float())

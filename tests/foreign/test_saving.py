@@ -16,9 +16,10 @@ import hpczero
 from hpczero import finetune
 from hpczero.checkpoint.foreign.safe_file import WeightsWriter
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
+from tests.checkpoint.damage import flip
 from tests.compat.architectures import ARCHITECTURES
 from tests.foreign import llama
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, zeroified
 
 if TYPE_CHECKING:
@@ -51,12 +52,11 @@ def test_transformers_loads_what_was_saved(
     hpczero.release(model)
     problems = []
     if comm.rank == 0:
-        kind = llama.library().AutoModelForCausalLM
-        again, info = kind.from_pretrained(folder / "b", output_loading_info=True)
+        load = llama.library().AutoModelForCausalLM.from_pretrained
+        again, info = load(folder / "b", output_loading_info=True)
         problems = [f"{what} {names}" for what, names in info.items() if names]
-        wanted = llama.made(tie_word_embeddings=True).to(
-            torch.float32 if dtype == "fp32" else torch.bfloat16
-        )
+        kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+        wanted = llama.made(tie_word_embeddings=True).to(kind)
         ids = llama.tokens()
         if not torch.equal(again(ids).logits, wanted(ids).logits):
             problems.append("logits")
@@ -65,8 +65,9 @@ def test_transformers_loads_what_was_saved(
         if there != expected:
             problems.append(f"files {there}")
         config = json.loads((folder / "b" / "config.json").read_text())
-        if config["architectures"] != ["LlamaForCausalLM"] or config["dtype"] not in str(
-            again.dtype
+        if (
+            config["architectures"] != ["LlamaForCausalLM"]
+            or str(kind) != f"torch.{config['dtype']}"
         ):
             problems.append(f"config {config}")
     parallel_assert(comm, not problems, str(problems))
@@ -75,26 +76,21 @@ def test_transformers_loads_what_was_saved(
 def test_several_files_have_an_index_and_come_back(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:
-    llama.on_disk(comm, folder / "a", hidden_size=300, num_attention_heads=3, vocab_size=1001)
+    options: dict[str, Any] = {"hidden_size": 300, "num_attention_heads": 3, "vocab_size": 1001}
+    llama.on_disk(comm, folder / "a", **options)
     model, _ = llama.sharded(topology, folder / "a")
     hpczero.hf.save_pretrained(model, folder / "b", shard_mib=1)
     hpczero.release(model)
     count = len(list((folder / "b").glob("model-*-of-*.safetensors")))
     parallel_assert(comm, count > 2, str(count))
     again, weights = llama.sharded(topology, folder / "b")  # through our own digests too
-    found = hpczero.full_state_dict(again) or {}
+    llama.holds(comm, again, lambda: llama.made(**options))
     hpczero.release(again)
-    options: dict[str, Any] = {"hidden_size": 300, "num_attention_heads": 3, "vocab_size": 1001}
-    plain = llama.made(**options).state_dict() if comm.rank == 0 else {}
-    wrong = [name for name in plain if not torch.equal(plain[name], found[name])]
-    parallel_assert(comm, not wrong and not weights.missing, str(wrong))
-    if comm.rank == 0:  # damage inside of values, which no header shows
-        file = sorted((folder / "b").glob("model-*.safetensors"))[1]
-        data = bytearray(file.read_bytes())
-        data[-9] ^= 1
-        file.write_bytes(data)
-    comm.Barrier()
-    raises_on_all(comm, CheckpointError, "digest", lambda: llama.sharded(topology, folder / "b"))
+    parallel_assert(comm, not weights.missing, str(weights.missing))
+    file = sorted((folder / "b").glob("model-*.safetensors"))[1]
+    # Inside of values, which no header shows.
+    on_root(comm, flip, file, file.stat().st_size - 9, 0)
+    raises_on_all(comm, CheckpointError, "digest", llama.sharded, topology, folder / "b")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2", "resnet"])
@@ -102,11 +98,8 @@ def test_a_checkpoint_is_exported_as_the_model_is_saved(
     comm: MPI.Intracomm, topology: Topology, folder: Path, name: str
 ) -> None:
     """Experts under the names of their files, tied weights, running statistics."""
-    architecture = next(each for each in ARCHITECTURES if each.name == name)
-    if comm.rank == 0:
-        built: Any = architecture.build()
-        built.save_pretrained(folder / "a")
-    comm.Barrier()
+    built: Any = next(each for each in ARCHITECTURES if each.name == name).build()
+    on_root(comm, built.save_pretrained, folder / "a")
     model, weights = hpczero.hf.load(folder / "a", topology=topology)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hpczero.zeroify(model, optimizer, topology=topology, initialize=weights)
@@ -140,6 +133,7 @@ def test_a_failed_save_leaves_nothing(
 ) -> None:
     llama.on_disk(comm, folder / "a")
     model, _ = llama.sharded(topology, folder / "a")
+    save = partial(hpczero.hf.save_pretrained, model, folder / "b")
     put, calls = WeightsWriter.put, []
 
     def fails(writer: WeightsWriter, pairs: Any) -> None:
@@ -150,20 +144,10 @@ def test_a_failed_save_leaves_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(WeightsWriter, "put", fails)
-        raises_on_all(
-            comm,
-            CheckpointError,
-            "no space",
-            lambda: hpczero.hf.save_pretrained(model, folder / "b"),
-        )
+        raises_on_all(comm, CheckpointError, "no space", save)
     parallel_assert(comm, os.listdir(folder) == ["a"], str(os.listdir(folder)))
-    hpczero.hf.save_pretrained(model, folder / "b")  # and the model goes on
-    raises_on_all(
-        comm,
-        ConfigError,
-        "is there already",
-        lambda: hpczero.hf.save_pretrained(model, folder / "b"),
-    )
+    save()  # and the model goes on
+    raises_on_all(comm, ConfigError, "is there already", save)
     hpczero.release(model)
 
 
@@ -190,29 +174,13 @@ def test_values_beyond_the_dtype_are_refused(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:
     llama.on_disk(comm, folder / "a", max_shard_size="1GB")
-    change = "model.norm.weight"
-    llama.changed(
-        comm, folder / "a" / "model.safetensors", lambda tensors: tensors[change].fill_(1e6)
-    )
+    name, file = "model.norm.weight", folder / "a" / "model.safetensors"
+    on_root(comm, llama.change_tensors, file, lambda tensors: tensors[name].fill_(1e6))
     model, _ = llama.sharded(topology, folder / "a")
-    raises_on_all(
-        comm,
-        CheckpointMismatch,
-        change,
-        lambda: hpczero.hf.save_pretrained(model, folder / "b", dtype="fp16"),
-    )
-    raises_on_all(
-        comm,
-        ConfigError,
-        "dtype",
-        lambda: hpczero.hf.save_pretrained(model, folder / "b", dtype="int8"),
-    )
+    save = hpczero.hf.save_pretrained
+    raises_on_all(comm, CheckpointMismatch, name, save, model, folder / "b", dtype="fp16")
+    raises_on_all(comm, ConfigError, "dtype", save, model, folder / "b", dtype="int8")
     hpczero.release(model)
-    other = tiny_gpt()
-    with zeroified(other, adamw(other), topology=topology):
-        raises_on_all(
-            comm,
-            ConfigError,
-            "expected a model of transformers",
-            lambda: hpczero.hf.save_pretrained(other, folder / "c"),
-        )
+    with zeroified(other := tiny_gpt(), None, topology=topology):
+        said = "expected a model of transformers"
+        raises_on_all(comm, ConfigError, said, save, other, folder / "c")
