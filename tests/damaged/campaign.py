@@ -13,17 +13,18 @@ import logging
 import os
 import random
 import resource
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from tests.helpers.mpirun import ROOT
 from tests.helpers.processes import launch_environment
@@ -77,21 +78,14 @@ def plan(num_cases: int, seed: int, subjects: Sequence[str] | None = None) -> li
     cases = []
     for place, name in enumerate(chosen):
         subject = known[name]
-        harms = list(HARMS_OF_TEXT if subject.is_text else HARMS)
-        if subject.signed:
-            harms = [harm for harm in harms if harm not in PLACES]
-        if subject.may_be_gone:
-            harms = [harm for harm in harms if harm not in GONE]
+        spared = {*(PLACES if subject.signed else ()), *(GONE if subject.may_be_gone else ())}
+        harms = [h for h in (HARMS_OF_TEXT if subject.is_text else HARMS) if h not in spared]
         share = num_cases * (place + 1) // len(chosen) - num_cases * place // len(chosen)
-        rounds = -(-share // len(harms))
-        # A bit flipped is the harm that looks least like one: what is left over goes to it.
         order = draw.sample(harms, len(harms))
-        listed = (
-            (order * (rounds - 1) + ["a bit flipped"] * len(harms))[:share]
-            if rounds > 1
-            else order[:share]
-        )
-        cases += [Case(name, harm, draw.randrange(2**31)) for harm in listed]
+        rounds = max(share // len(harms), 1)
+        # A bit flipped is the harm that looks least like one: what is left over goes to it.
+        listed = order * rounds + ["a bit flipped"] * len(harms)
+        cases += [Case(name, harm, draw.randrange(2**31)) for harm in listed[:share]]
     return cases
 
 
@@ -215,19 +209,13 @@ def run(cases: Sequence[Case]) -> list[Outcome]:
 
 def _run_until_it_ends(cases: Sequence[Case]) -> list[Outcome]:
     outcomes: list[Outcome] = []
+    command = [sys.executable, "-m", "tests.damaged", "serve"]
+    path = os.pathsep.join([*PATH, str(ROOT)])
+    options: Any = {"cwd": ROOT, "env": launch_environment(OMP_NUM_THREADS="1", PYTHONPATH=path)}
+    options |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
         tempfile.TemporaryFile() as noise,
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.damaged", "serve"],
-            cwd=ROOT,
-            env=launch_environment(
-                OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([*PATH, str(ROOT)])
-            ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=noise,
-            text=True,
-        ) as process,
+        subprocess.Popen(command, stderr=noise, **options) as process,
     ):
         assert process.stdin
         assert process.stdout
@@ -256,11 +244,8 @@ def _run_until_it_ends(cases: Sequence[Case]) -> list[Outcome]:
 
 def _line_within(process: subprocess.Popen[str], limit_s: float) -> str | None:
     """The next line; empty where the process has ended, None where it says nothing."""
-    import select
-
     assert process.stdout
-    end = time.monotonic() + limit_s
-    ready, _, _ = select.select([process.stdout], [], [], max(end - time.monotonic(), 0))
+    ready, _, _ = select.select([process.stdout], [], [], limit_s)
     return process.stdout.readline() if ready else None
 
 

@@ -27,39 +27,31 @@ from tests.damaged.subjects import (
 )
 
 
-def signed_manifest(folder: Path) -> Path:
-    """Its object, which ``load_signed`` makes a manifest of."""
-    file = checkpoints(folder / "ckpt", "manifest.json")
-    body = json.loads(file.read_text())
+def body_of(folder: Path, manifest: Path) -> Path:
+    """The object of a manifest, which ``sign`` makes one of again."""
+    body = json.loads(manifest.read_text())
     del body["sha256"]
     (folder / "body").write_text(json.dumps(body))
     return folder / "body"
 
 
-def load_signed(folder: Path) -> Any:
+def sign(folder: Path, checkpoints: Path) -> None:
+    """Put the right digest on what came to harm, in the newest of the checkpoints."""
     head = (folder / "body").read_text(errors="replace").rstrip()[:-1]
     digest = hashlib.sha256(head.encode()).hexdigest()
-    newest = max((folder / "ckpt").glob("step-*"))
+    newest = max(checkpoints.glob("step-*"))
     (newest / "manifest.json").write_text(f'{head}, "sha256": "{digest}"}}')
+
+
+def load_signed(folder: Path) -> Any:
+    sign(folder, folder / "ckpt")
     # Without the scheduler: what ``extra`` says is the caller's to believe.
     found = hpczero.checkpoint.load(folder / "ckpt", program().model)
     return found.step, found.extra, fingerprint(program())
 
 
-def signed_run(folder: Path) -> Path:
-    """As ``signed_manifest``, of a checkpoint of a run that is sampled from."""
-    file = run_checkpoint(folder, "manifest.json")
-    body = json.loads(file.read_text())
-    del body["sha256"]
-    (folder / "body").write_text(json.dumps(body))
-    return folder / "body"
-
-
 def sample_signed(folder: Path) -> Any:
-    head = (folder / "body").read_text(errors="replace").rstrip()[:-1]
-    digest = hashlib.sha256(head.encode()).hexdigest()
-    newest = max(folder.glob("step-*"))
-    (newest / "manifest.json").write_text(f'{head}, "sha256": "{digest}"}}')
+    sign(folder, folder)
     return sampled_checkpoint(folder)
 
 
@@ -91,7 +83,7 @@ def signed_pickle(folder: Path) -> Path:
 
 def read_signed_pickle(folder: Path) -> Any:
     """The archive is written anew by zipfile, with right checksums."""
-    file = folder / "weights" / "w.pt"
+    file = folder / "weights" / "weights.pt"
     with zipfile.ZipFile(file) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(file, "w") as archive:
@@ -102,8 +94,18 @@ def read_signed_pickle(folder: Path) -> Any:
 
 
 SIGNED: dict[str, Subject] = {
-    "manifest, signed": Subject(signed_manifest, load_signed, is_text=True, signed=True),
-    "manifest, signed, sampled": Subject(signed_run, sample_signed, is_text=True, signed=True),
+    "manifest, signed": Subject(
+        lambda f: body_of(f, checkpoints(f / "ckpt", "manifest.json")),
+        load_signed,
+        is_text=True,
+        signed=True,
+    ),
+    "manifest, signed, sampled": Subject(
+        lambda f: body_of(f, run_checkpoint(f, "manifest.json")),
+        sample_signed,
+        is_text=True,
+        signed=True,
+    ),
     "token file, signed": Subject(signed_tokens, read_signed_tokens, is_text=True, signed=True),
     "torch file, signed": Subject(signed_pickle, read_signed_pickle, signed=True),
 }

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 import hpczero
 from hpczero.checkpoint.__main__ import Verdict, verify
@@ -41,7 +40,7 @@ from hpczero.run.starting import resume
 from hpczero.run.starting.attempts import Attempts
 from tests.checkpoint.damage import fingerprint
 from tests.checkpoint.folders import kept, old_line, there
-from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, other_state, state
+from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, other_state, state, write
 from tests.checkpoint.programs import Program
 
 SERIES = Environment(series="s", job="7")
@@ -86,18 +85,18 @@ def checkpoints(folder: Path, name: str) -> Path:
     return program().save(folder) / name
 
 
-def load(folder: Path) -> Any:
-    """What a model is after a load, and what ``verify`` says; it must not find what a load takes for sound unsound."""
-    found = program().load(folder)
-    if verify(found.path).verdict is not Verdict.SOUND:
-        raise AssertionError("loaded from a checkpoint that verify calls damaged")
-    return found.step, found.extra, fingerprint(program())
-
-
 def load_state(folder: Path) -> Any:
-    """Harm to HDF5's own part is found by ``verify`` alone."""
+    """What a model is after a load; harm to HDF5's own part is found by ``verify`` alone."""
     found = program().load(folder)
     return found.step, found.extra, fingerprint(program())
+
+
+def load(folder: Path) -> Any:
+    """And ``verify`` calls what is loaded sound."""
+    found = load_state(folder)
+    loaded = next(path for path, manifest in Folder(folder).valid() if manifest.step == found[0])
+    assert verify(loaded).verdict is Verdict.SOUND, "loaded from one that verify calls damaged"
+    return found
 
 
 def load_and_save(folder: Path) -> Any:
@@ -128,15 +127,8 @@ def finish_setting_aside(folder: Path) -> Any:
 def locked(folder: Path) -> Path:
     """By a job on another host, which lives."""
     file = folder / ".lock-0123456789abcdef"
-    said = {
-        "state": "holds",
-        "host": "elsewhere",
-        "pid": 17,
-        "started": "5",
-        "job": "",
-        "restart": "0",
-    }
-    file.write_text(json.dumps(said))
+    said = {"state": "holds", "host": "elsewhere", "pid": 17, "started": "5", "job": ""}
+    file.write_text(json.dumps({**said, "restart": "0"}))
     return file
 
 
@@ -246,22 +238,23 @@ def index(folder: Path) -> Path:
 
 def foreign_safetensors(folder: Path) -> Path:
     (folder / "weights").mkdir()
-    tensors = {name: value for name, value in other_state().items() if name != "back.weight"}
-    save_file(tensors, folder / "weights" / "w.safetensors")
-    return folder / "weights" / "w.safetensors"
+    return write(folder / "weights", other_state(), "safetensors")
 
 
 def torch_file(folder: Path) -> Path:
     (folder / "weights").mkdir()
-    torch.save(other_state(), folder / "weights" / "w.pt")
-    return folder / "weights" / "w.pt"
+    return write(folder / "weights", other_state(), "torch")
+
+
+def gpt(**sizes: Any) -> GPT:
+    model = GPT(GPTConfig(vocab_size=257, context=8, layers=1, hidden=8, heads=2, **sizes))
+    model.initialize_all(seed=3)
+    return model
 
 
 def gpt2_config(folder: Path) -> Path:
     """Beside weights of GPT-2: sizes that no tensor tells."""
-    sizes = GPTConfig(vocab_size=257, context=8, layers=1, hidden=8, heads=2, tie_embeddings=True)
-    model = GPT(sizes)
-    model.initialize_all(seed=3)
+    model = gpt(tie_embeddings=True)
     found = gpt_checkpoint(folder / "run", model, heads=2)
     export(found, folder / "weights", WeightsForm(layout="gpt2"))
     return folder / "weights" / "config.json"
@@ -280,12 +273,9 @@ def weights(folder: Path) -> Any:
 
 
 def final_weights(folder: Path) -> Path:
-    sizes = GPTConfig(vocab_size=257, context=8, layers=1, hidden=8, heads=2)
-    model = GPT(sizes)
-    model.initialize_all(seed=3)
-    file = folder / "model.safetensors"
+    model, file = gpt(), folder / "model.safetensors"
     parameters = dict(model.named_parameters())
-    write_weights(file, parameters, model=sizes, tokenizer=ByteTokenizer(), step=7)
+    write_weights(file, parameters, model=model.config, tokenizer=ByteTokenizer(), step=7)
     return file
 
 

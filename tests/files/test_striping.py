@@ -45,11 +45,9 @@ class Lfs:
 
     def says(self, text: str, code: int = 0) -> None:
         (self.folder / "text").write_text(text)
-        tool = self.folder / "lfs"
-        tool.write_text(
-            f'#!/bin/sh\necho "$*" >>{self.folder}/calls\n'
-            f"if [ {code} != 0 ]; then cat {self.folder}/text >&2; exit {code}; fi\ncat {self.folder}/text\n"
-        )
+        tool, stream = self.folder / "lfs", 2 if code else 1
+        calls = f'echo "$*" >>{self.folder}/calls'
+        tool.write_text(f"#!/bin/sh\n{calls}\ncat {self.folder}/text >&{stream}\nexit {code}\n")
         tool.chmod(0o755)
 
     @property
@@ -117,13 +115,9 @@ def test_fewer_targets_than_nodes_are_a_warning_with_the_line_to_type(
     assert found is not None
     assert (found.status is Status.WARN) == bool(remedy)
     assert remedy in found.remedy
-    assert ("all storage targets" if count == ALL else f"{count} storage target(s), 1 MiB") in (
-        found.value
-    )
-
-
-def test_nothing_is_said_where_there_is_no_lustre() -> None:
-    assert check_stripes(None, Path("runs"), 25) is None
+    there = "all storage targets" if count == ALL else f"{count} storage target(s), 1 MiB"
+    assert there in found.value
+    assert check_stripes(None, Path("runs"), nodes) is None, "there is no Lustre"
 
 
 def test_doctor_says_how_the_folder_is_striped(lfs: Lfs, tmp_path: Path) -> None:
@@ -152,12 +146,9 @@ def test_folder_that_cannot_be_striped_is_refused(lfs: Lfs, tmp_path: Path) -> N
         stripe(tmp_path, 8)
 
 
-@pytest.mark.parametrize("stripes", [-2, -100])
-def test_impossible_numbers_are_refused(stripes: int) -> None:
-    with pytest.raises(
-        ConfigError, match=f"checkpoint.stripes: got {stripes}, expected -1 or more"
-    ):
-        CheckpointOptions(stripes=stripes)
+def test_impossible_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint.stripes: got -2, expected -1 or more"):
+        CheckpointOptions(stripes=-2)
 
 
 @pytest.mark.slow
