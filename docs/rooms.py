@@ -163,11 +163,13 @@ SCALING = House(
         "bridge": "measurements",
         "parallel": "measurements",
         "peers": "measurements",
+        "report": "report",
         "start": "measurements",
         "transports": "measurements",
     },
     {
         "measurements": "Measurements that are one file each.",
+        "report": "All results as text and figures.",
         "package": "The package itself, which is empty.",
     },
 )

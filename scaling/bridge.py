@@ -16,8 +16,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpczero.errors import ConfigError, HpcZeroError, run
-from scaling.evidence.harness import Report, at_least, on_ranks, options_of, placement, say, seconds
+from hpczero.errors import HpcZeroError, run
+from scaling.evidence.harness import (
+    Common,
+    Report,
+    at_least,
+    on_ranks,
+    options_of,
+    placement,
+    say,
+    seconds,
+)
 from scaling.evidence.plot import Bar, draw_bars
 from scaling.evidence.record import Row, head_of, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table_of, with_spread
@@ -31,37 +40,30 @@ BACKENDS = ("bridge", "gloo")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """What to measure.
 
     Attributes:
         mib: MiB of the whole tensor of a call: what is gathered, scattered or reduced.
         rounds: of each backend; from 6 on there is a 95 % interval of the median.
         warm_up: rounds before.
-        seed: of the order in the rounds.
-        results: folder of all machines' results; left out, scaling/results.
     """
 
     mib: tuple[int, ...] = (1, 64)
     rounds: int = 11
     warm_up: int = 2
-    seed: int = 0
-    results: str | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, rounds=1, warm_up=1)
-        if not self.mib or min(self.mib) < 1:
-            raise ConfigError(f"--mib: got {self.mib}, expected numbers of at least 1")
+        at_least(self, mib=1, rounds=1, warm_up=1)
 
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
-    said = (
-        "torch.distributed over MPI and over gloo, in one run on one node; start it under mpirun."
-    )
+    said = "torch.distributed over MPI and gloo, in one run on one node; start it under mpirun."
     return on_ranks(
         options_of(Options, "bridge", said),
-        lambda topology, options: (f"bridge-{placement(topology)}", measure(topology, options)),
+        lambda topology, _: f"bridge-{placement(topology)}",
+        measure,
         REPORT,
     )
 
@@ -209,15 +211,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars(bars, path, title=f"{most} MiB, {head['placement']}\n{where_and_when(head)}")
 
 
-REPORT = Report(
-    "torch.distributed over MPI, beside gloo",
-    text,
-    {
-        "run": "load placement ranks rounds",
-        "call": "verb dtype mib backend round seconds cpu_s",
-    },
-    draw,
-)
+REPORT = Report("torch.distributed over MPI, beside gloo", text, draw)
 
 if __name__ == "__main__":
     run(main)

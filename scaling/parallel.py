@@ -7,7 +7,6 @@ steps in turn, in an order drawn anew for each round. Nothing is measured while 
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-import tyro
-
-from hpczero.errors import ConfigError, HpcZeroError, run
+from hpczero.errors import ConfigError, run
 from scaling.contenders import Entry
-from scaling.contenders.ranks import Crew, end_on_sigterm, turns, warm_up
+from scaling.contenders.ranks import Crew, TurnOptions, end_on_sigterm, turns, warm_up
 from scaling.contenders.workload import WORKLOADS, Workload
-from scaling.evidence.harness import Report, at_least, options_of, record, say
+from scaling.evidence.harness import Report, at_least, check_same_losses, options_of, record, say
 from scaling.evidence.host import BUSY_SHARE
 from scaling.evidence.plot import Bar, draw_bars
-from scaling.evidence.record import Row, head_of, of_kind, path_of, run_row, where_and_when
+from scaling.evidence.record import Row, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
 
 # Of the first loss: fp32 by the order of sums, bf16 by the rounding of activations.
@@ -34,7 +31,7 @@ TENSOR_GOAL, PIPELINE_GOAL = 0.8, 0.9  # of torch's time, at most (issue 19)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(TurnOptions):
     """What to measure.
 
     Attributes:
@@ -44,12 +41,6 @@ class Options:
         micro_batches: of a pipeline's step.
         stage: of ZeRO over the ranks that share no layer; torch's FSDP2 and DDP do that with other bytes.
         precision: of parameters and activations; in bf16 tensor parallelism alone.
-        rounds: measured turns of each; from 6 on there is a 95 % interval of the median.
-        turn_s: shortest time a turn should take; the steps of a turn follow from it, equal for both.
-        warm_up: steps before the first round, whose losses are compared.
-        seed: of the order in the rounds.
-        results: folder of all machines' results; left out, scaling/results, with --quick runs/scaling.
-        quick: a tiny model and two short rounds, to see that everything runs; the times mean nothing.
     """
 
     workload: Literal["gpt-8x512", "gpt-8x512-short", "gpt-12x768", "tiny"] = "gpt-8x512"
@@ -58,19 +49,12 @@ class Options:
     micro_batches: int = 8
     stage: Literal[0, 1] = 1
     precision: Literal["fp32", "bf16"] = "fp32"
-    rounds: int = 7
-    turn_s: float = 2.0
-    warm_up: int = 3
-    seed: int = 0
-    results: str | None = None
-    quick: tyro.conf.UseCounterAction[int] = 0  # a bare --quick
 
     def __post_init__(self) -> None:
-        at_least(self, ranks=2, micro_batches=1, rounds=1, warm_up=1)
+        super().__post_init__()
+        at_least(self, ranks=2, micro_batches=1)
         if self.ranks % 2:
             raise ConfigError(f"--ranks: got {self.ranks}, expected an even number")
-        if not 0 < self.turn_s < math.inf:
-            raise ConfigError(f"--turn_s: got {self.turn_s}, expected seconds above 0")
 
     @property
     def what(self) -> Workload:
@@ -78,11 +62,6 @@ class Options:
         # Four heads, so that four ranks have one each.
         tiny = Workload("tiny", 4, 64, 4, sequences=2, vocab_size=256, context=32)
         return tiny if self.quick else WORKLOADS[self.workload]
-
-    @property
-    def timing(self) -> tuple[int, float]:
-        """(rounds, shortest turn in seconds) that are meant."""
-        return (2, 0.05) if self.quick else (self.rounds, self.turn_s)
 
     @property
     def chosen(self) -> list[Match]:
@@ -105,51 +84,47 @@ class Match:
     goal: float  # own time over torch's, at most
 
 
+# Of torch: its title, its class in ``torch_layouts``, what its names begin with; and the goal.
+TENSOR = ("torch DTensor", "TensorParallel", "dtensor", TENSOR_GOAL)
+PIPELINE = ("torch pipelining", "Pipelined", "torch", PIPELINE_GOAL)
+
+
 def matches_of(options: Options) -> list[Match]:
     """Tensor parallelism over all ranks and over half of them, with and without sequence parallelism; then pipelines.
 
     Degrees of 1 are left out; pipelines are compared in fp32 alone, and have a sample for each micro-batch.
     """
-    found: list[Match] = []
-
-    def add(
-        name: str, other: tuple[str, str, str], words: Mapping[str, int | str], goal: float
-    ) -> None:
-        title, kind, prefix = other
-        with_stage = {**words, "stage": options.stage}
-        found.append(
-            Match(
-                name,
-                Entry(
-                    f"hpczero-{name}",
-                    "hpczero",
-                    "hpczero_stage",
-                    "mpi",
-                    arguments=with_stage,
-                    kind="Layout",
-                ),
-                Entry(
-                    f"{prefix}-{name}", title, "torch_layouts", "gloo", arguments=words, kind=kind
-                ),
-                workload,
-                goal,
-            )
-        )
-
     ranks, micro_batches, workload = options.ranks, options.micro_batches, options.what
     degrees = [degree for degree in (ranks, ranks // 2) if degree > 1]
-    for degree in degrees:
-        for sequence in (0, 1):
-            name = f"tensor-{degree}{'-sequence' if sequence else ''}"
-            words = {"tensor": degree, "sequence": sequence, "precision": options.precision}
-            add(name, ("torch DTensor", "TensorParallel", "dtensor"), words, TENSOR_GOAL)
+
+    def match(name: str, torch: tuple[str, str, str, float], **words: int | str) -> Match:
+        title, kind, prefix, goal = torch
+        given = {**words, "stage": options.stage}
+        own = Entry(
+            f"hpczero-{name}", "hpczero", "hpczero_stage", "mpi", arguments=given, kind="Layout"
+        )
+        other = Entry(
+            f"{prefix}-{name}", title, "torch_layouts", "gloo", arguments=words, kind=kind
+        )
+        return Match(name, own, other, workload, goal)
+
+    found = [
+        match(
+            f"tensor-{degree}{'-sequence' if sequence else ''}",
+            TENSOR,
+            tensor=degree,
+            sequence=sequence,
+            precision=options.precision,
+        )
+        for degree in degrees
+        for sequence in (0, 1)
+    ]
     if options.precision == "fp32":
         samples = -(-workload.sequences // micro_batches) * micro_batches
         workload = replace(workload, sequences=samples)
         for degree in degrees:
             words = {"pipeline": degree, "micro_batches": micro_batches}
-            other = ("torch pipelining", "Pipelined", "torch")
-            add(f"pipeline-{degree}", other, words, PIPELINE_GOAL)
+            found.append(match(f"pipeline-{degree}", PIPELINE, **words))
     return found
 
 
@@ -159,8 +134,7 @@ def main() -> int:
     options = options_of(Options, "parallel", said)
     end_on_sigterm()
     name = f"parallel-{options.what.name}-{options.ranks}-{options.precision}"
-    path = path_of(name, options.results or ("runs/scaling" if options.quick else None))
-    record(path, measure(options, options.chosen), REPORT)
+    record(options.path(name), measure(options, options.chosen), REPORT)
     return 0
 
 
@@ -210,15 +184,7 @@ def compare(match: Match, options: Options, order: random.Random) -> Iterator[Ro
 def apart(losses: Mapping[str, Sequence[float]], most: float) -> float:
     """The largest difference of two contenders' losses. Raises HpcZeroError: it is above ``most``."""
     (own, mine), (other, theirs) = losses.items()
-    found = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
-    worst = max(found)
-    if not worst <= most:
-        step = next(i for i, each in enumerate(found) if not each <= most)
-        raise HpcZeroError(
-            f"{own}: loss {mine[step]:.7f} at step {step}, {other} has {theirs[step]:.7f}, expected the same within "
-            f"{most:g}: they do not train the same, so their times cannot be compared"
-        )
-    return worst
+    return check_same_losses(own, mine, other, theirs, most)
 
 
 def _times(rows: list[Row]) -> dict[str, dict[int, float]]:
@@ -280,16 +246,7 @@ def draw(rows: list[Row], path: Path) -> None:
         draw_bars(panels, path, title=f"{what}\n{where_and_when(head)}")
 
 
-REPORT = Report(
-    "Tensor and pipeline parallelism, beside torch",
-    text,
-    {
-        "run": "description precision ranks rounds tolerance",
-        "match": "match title own other goal apart",
-        "turn": "contender round seconds steps window_s foreign_cpu_s",
-    },
-    draw,
-)
+REPORT = Report("Tensor and pipeline parallelism, beside torch", text, draw)
 
 if __name__ == "__main__":
     run(main)

@@ -9,7 +9,6 @@ down for a while slows both sides of a ratio.
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +16,22 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-import tyro
-
 from hpczero.errors import ConfigError, run
 from hpczero.options.values import Transport
 from scaling.contenders import BEFORE, COMPILED, ENTRIES, FLOOR, Entry, find_entry, from_tree
-from scaling.contenders.ranks import PEERS_PYTHON, Crew, end_on_sigterm, turns, warm_up
+from scaling.contenders.ranks import (
+    PEERS_PYTHON,
+    Crew,
+    TurnOptions,
+    end_on_sigterm,
+    turns,
+    warm_up,
+)
 from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.harness import Report, at_least, check_same_losses, options_of, record, say
 from scaling.evidence.host import available_nbytes
 from scaling.evidence.plot import Bar, draw_bars
-from scaling.evidence.record import Row, head_of, of_kind, path_of, run_row, where_and_when
+from scaling.evidence.record import Row, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import Spread, paired, table_of, with_spread
 
 ANCHORS = (FLOOR, "hpczero-3", "ddp", "fsdp2")
@@ -47,7 +51,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(TurnOptions):
     """What to measure.
 
     Attributes:
@@ -55,43 +59,25 @@ class Options:
         contenders: as in "hpczero-3 fsdp2 independent"; left out, all that are set up, but hpczero-disk and
             deepspeed-disk. hpczero-3@flat is hpczero over that transport.
         ranks: of each contender, one thread each, bound to no core.
-        rounds: measured turns of each contender; from 6 on there is a 95 % interval of the median.
-        turn_s: shortest time a turn should take; the steps of a turn follow from it, equal for all.
-        warm_up: steps before the first round.
         transport: of hpczero where the contender's name has none.
         against: folder of another checkout of hpczero; each of hpczero's contenders runs with its code, too;
             half of the rounds are run after all were built in the reverse order.
-        seed: of the order in the rounds.
-        results: folder of all machines' results; left out, scaling/results, with --quick runs/scaling.
-        quick: a tiny model and two short rounds, to see that everything runs; the times mean nothing.
     """
 
     workload: Literal["gpt-8x512", "gpt-12x768", "gpt-12x768-short", "tiny"] = "gpt-8x512"
     contenders: tuple[str, ...] = ()
     ranks: int = 2
-    rounds: int = 7
-    turn_s: float = 2.0
-    warm_up: int = 3
     transport: Transport = "auto"
     against: str | None = None
-    seed: int = 0
-    results: str | None = None
-    quick: tyro.conf.UseCounterAction[int] = 0  # a bare --quick; a bool would be --quick true
 
     def __post_init__(self) -> None:
-        at_least(self, ranks=1, rounds=1, warm_up=1)
-        if not 0 < self.turn_s < math.inf:
-            raise ConfigError(f"--turn_s: got {self.turn_s}, expected seconds above 0")
+        super().__post_init__()
+        at_least(self, ranks=1)
 
     @property
     def what(self) -> Workload:
         """The workload that is meant."""
         return WORKLOADS["tiny" if self.quick else self.workload]
-
-    @property
-    def timing(self) -> tuple[int, float]:
-        """(rounds, shortest turn in seconds) that are meant."""
-        return (2, 0.05) if self.quick else (self.rounds, self.turn_s)
 
 
 def main() -> int:
@@ -100,9 +86,7 @@ def main() -> int:
     options = options_of(Options, "peers", said)
     end_on_sigterm()
     entries = choose(options)
-    results = options.results or ("runs/scaling" if options.quick else None)
-    path = path_of(f"peers-{options.what.name}", results)
-    record(path, measure(options, entries), REPORT)
+    record(options.path(f"peers-{options.what.name}"), measure(options, entries), REPORT)
     return 0
 
 
@@ -391,17 +375,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars(panels, path, title=title)
 
 
-REPORT = Report(
-    "A training step, beside FSDP2, DDP and DeepSpeed",
-    text,
-    {
-        "run": "description ranks rounds titles versions",
-        "turn": "contender group round seconds steps window_s foreign_cpu_s sleeping_cpu_s",
-        "memory": "contender settings baseline_nbytes step_peak_nbytes",
-        "losses": "losses",
-    },
-    draw,
-)
+REPORT = Report("A training step, beside FSDP2, DDP and DeepSpeed", text, draw)
 
 if __name__ == "__main__":
     run(main)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpczero.errors import ConfigError, HpcZeroError, run
-from scaling.evidence.harness import Report, at_least, in_turns, options_of, record
+from scaling.evidence.harness import Common, Report, at_least, in_turns, options_of, record
 from scaling.evidence.record import (
     ROOT,
     Row,
@@ -84,7 +84,7 @@ _LATER = re.compile(r"^(?:\d+ +)?<\.\.\. (\w+) resumed>")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """What to measure.
 
     Attributes:
@@ -93,8 +93,6 @@ class Options:
         ranks: of the jobs.
         rounds: times that each case runs; from 6 on there is a 95 % interval of the median.
         against: folder of another checkout; its code runs in turns with this one.
-        seed: of the order in the rounds.
-        results: folder of all machines' results; left out, scaling/results.
         shared: for files: folders that stand for a shared file system; left out, the checkout, the environment and the
             installation of its interpreter.
     """
@@ -103,14 +101,10 @@ class Options:
     ranks: tuple[int, ...] = (2, 4)
     rounds: int = 5
     against: str | None = None
-    seed: int = 0
-    results: str | None = None
     shared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least(self, rounds=1)
-        if not self.ranks or min(self.ranks) < 1:
-            raise ConfigError(f"--ranks: got {self.ranks}, expected numbers of at least 1")
+        at_least(self, rounds=1, ranks=1)
         checkouts(self.against)
 
 
@@ -418,15 +412,7 @@ def _range(values: list[int]) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
-REPORT = Report(
-    "The start of a job",
-    text,
-    {
-        "run": "rounds load against",
-        "start": "case group ranks tree round",
-        "files": "ranks tree opened looked missed shared shared_names",
-    },
-)
+REPORT = Report("The start of a job", text)
 
 if __name__ == "__main__":
     run(main)

@@ -13,11 +13,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
 from hpczero.errors import ConfigError, HpcZeroError, run
 from scaling.contenders.workload import WORKLOADS
 from scaling.evidence.harness import (
+    OnNodes,
     Report,
     at_least,
     in_turns,
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(OnNodes):
     """What to measure.
 
     Attributes:
@@ -44,10 +43,7 @@ class Options:
         transports: as in "flat window"; window-inline moves nothing while the model computes.
         rounds: measured steps over each transport; from 6 on there is a 95 % interval of the median.
         warm_up: steps before the first round.
-        emulated: the nodes are emulated on one machine: say so in every table.
         link: what joins the nodes, for the table, such as "1 Gbit/s".
-        seed: of the order in the rounds.
-        results: folder of all machines' results; left out, scaling/results.
     """
 
     workload: Literal["gpt-8x512", "gpt-8x512-short", "gpt-12x768", "tiny"] = "gpt-8x512"
@@ -60,10 +56,7 @@ class Options:
     )
     rounds: int = 7
     warm_up: int = 2
-    emulated: tyro.conf.UseCounterAction[int] = 0  # a bare --emulated
     link: str = ""
-    seed: int = 0
-    results: str | None = None
 
     def __post_init__(self) -> None:
         at_least(self, rounds=1, warm_up=1)
@@ -74,12 +67,11 @@ class Options:
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
     said = "Step time of one model over each transport, in one run; start it under mpirun or srun."
-    return on_ranks(options_of(Options, "transports", said), _measured, REPORT)
+    return on_ranks(options_of(Options, "transports", said), _name, measure, REPORT)
 
 
-def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
-    label = f"{options.workload}-{placement(topology)}{'-emulated' if options.emulated else ''}"
-    return f"transports-{label}", measure(topology, options)
+def _name(topology: Topology, options: Options) -> str:
+    return f"transports-{options.workload}-{placement(topology)}{options.suffix}"
 
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
@@ -178,16 +170,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars({"ms per step": bars}, path, title=title)
 
 
-REPORT = Report(
-    "Transports between the ranks",
-    text,
-    {
-        "run": "description emulated link placement ranks rounds stage",
-        "step": "transport round seconds",
-        "transport": "transport description",
-    },
-    draw,
-)
+REPORT = Report("Transports between the ranks", text, draw)
 
 if __name__ == "__main__":
     run(main)

@@ -28,17 +28,9 @@ from hpczero.models.config import parameter_count
 from scaling.contenders import find_entry
 from scaling.contenders.ranks import Crew, end_on_sigterm
 from scaling.contenders.workload import WORKLOADS, Workload
-from scaling.evidence.harness import Report, at_least, in_turns, options_of, record, say
+from scaling.evidence.harness import Common, Report, at_least, in_turns, options_of, record, say
 from scaling.evidence.plot import Bar, draw_bars
-from scaling.evidence.record import (
-    HOME,
-    Row,
-    head_of,
-    of_kind,
-    path_of,
-    run_row,
-    where_and_when,
-)
+from scaling.evidence.record import HOME, Row, head_of, of_kind, path_of, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table, table_of, with_spread
 
 BYTES_PER_PARAMETER = 12  # fp32 master and both moments of Adam
@@ -56,7 +48,7 @@ SPARE_NBYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """What to measure.
 
     Attributes:
@@ -68,8 +60,6 @@ class Options:
             and still write on their side when a save is done.
         steps: of training before each save in the background.
         folder: where the files go for a while; left out, runs.
-        seed: of the order in the rounds.
-        results: folder of all machines' results; left out, scaling/results.
     """
 
     workload: Literal["gpt-8x512", "gpt-12x768", "tiny"] = "gpt-8x512"
@@ -79,8 +69,6 @@ class Options:
     warm_up: int = 2
     steps: int = 3
     folder: str | None = None
-    seed: int = 0
-    results: str | None = None
 
     def __post_init__(self) -> None:
         at_least(self, ranks=1, rounds=1, warm_up=0, steps=1)
@@ -135,7 +123,9 @@ def measure(options: Options) -> Iterator[Row]:
         for way, crew in crews.items():
             if way != "raw":
                 check(crew, way, disk)
-                yield memory(crew, way, disk)
+                save, load = moved(crew, way, disk, metered=1)
+                extra = {"save_extra_nbytes": save, "load_extra_nbytes": load}
+                yield {"kind": "memory", "way": way, **extra}
         tasks = [*crews, "background"] if said["background"] else list(crews)
         order, warm_up = random.Random(options.seed), options.warm_up
         rounds = in_turns(tasks, options.rounds, order, warm_up=warm_up, program="checkpoint")
@@ -145,7 +135,8 @@ def measure(options: Options) -> Iterator[Row]:
                 if task == "background":
                     row = hold(own, disk, options)
                 else:
-                    row = move(task, crews[task], disk, options.rest_s)
+                    save, load = moved(crews[task], task, disk, rest_s=options.rest_s)
+                    row = {"kind": "move", "way": task, "save_s": save, "load_s": load}
                 if number >= 0:
                     yield {**row, "round": number}
 
@@ -191,18 +182,15 @@ class Disk:
         return str(path)
 
 
-def move(way: str, crew: Crew, disk: Disk, rest_s: float) -> Row:
-    """One save and, after a rest, one load."""
+def moved(
+    crew: Crew, way: str, disk: Disk, *, rest_s: float = 0.0, metered: int = 0
+) -> tuple[list[float], list[float]]:
+    """One save and, after a rest, one load: seconds of each rank; with ``metered`` bytes of memory that it takes."""
     with disk.folder(way) as folder:
-        saved = crew.ask("save", way=way, folder=folder, step=disk.next_step())
+        saved = crew.ask("save", way=way, folder=folder, step=disk.next_step(), metered=metered)
         time.sleep(rest_s)
-        loaded = crew.ask("load", way=way, folder=folder)
-    return {
-        "kind": "move",
-        "way": way,
-        "save_s": [answer["seconds"] for answer in saved],
-        "load_s": [answer["seconds"] for answer in loaded],
-    }
+        loaded = crew.ask("load", way=way, folder=folder, metered=metered)
+    return [answer["found"] for answer in saved], [answer["found"] for answer in loaded]
 
 
 def hold(crew: Crew, disk: Disk, options: Options) -> Row:
@@ -210,19 +198,6 @@ def hold(crew: Crew, disk: Disk, options: Options) -> Row:
     folder = disk.kept("background")
     answers = crew.ask("hold", folder=folder, step=disk.next_step(), steps=options.steps)
     return {"kind": "hold", **{name: [a[name] for a in answers] for name in answers[0]}}
-
-
-def memory(crew: Crew, way: str, disk: Disk) -> Row:
-    """How much more memory each rank has at most during one save and one load; nothing is timed."""
-    with disk.folder(way) as folder:
-        saved = crew.ask("save_memory", way=way, folder=folder, step=disk.next_step())
-        loaded = crew.ask("load_memory", way=way, folder=folder)
-    return {
-        "kind": "memory",
-        "way": way,
-        "save_extra_nbytes": [answer["extra_nbytes"] for answer in saved],
-        "load_extra_nbytes": [answer["extra_nbytes"] for answer in loaded],
-    }
 
 
 def check(crew: Crew, way: str, disk: Disk) -> None:
@@ -397,17 +372,7 @@ def _slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
     return [max(step) for step in zip(*ranks, strict=True)]
 
 
-REPORT = Report(
-    "Saving and loading checkpoints",
-    text,
-    {
-        "run": "description filesystem hdf5 mpi_io ranks rounds shard_nbytes state_nbytes versions",
-        "move": "way round save_s load_s",
-        "hold": "round quiet_s busy_s copy_s hold_s write_s",
-        "memory": "way save_extra_nbytes load_extra_nbytes",
-    },
-    draw,
-)
+REPORT = Report("Saving and loading checkpoints", text, draw)
 
 if __name__ == "__main__":
     run(main)

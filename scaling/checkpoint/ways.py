@@ -45,10 +45,6 @@ class Way(ABC):
         self.contender = contender
         self.nbytes = nbytes
 
-    def prepare(self, folder: Path) -> None:
-        """What is done once, whatever it takes; not timed."""
-        return
-
     @abstractmethod
     def save(self, folder: Path, step: int) -> None:
         """Into the empty ``folder``; on the disk when it returns."""
@@ -66,14 +62,9 @@ class Raw(Way):
         random = np.random.default_rng(contender.rank)
         self._buffer = random.integers(0, 256, nbytes // contender.size, dtype=np.uint8)
 
-    def prepare(self, folder: Path) -> None:
-        """The file's name, so that all ranks can open it."""
-        if self.contender.rank == 0:
-            (folder / "raw").touch()
-
     def save(self, folder: Path, step: int) -> None:
         """pwrite, fsync."""
-        with opened(folder / "raw", os.O_WRONLY) as descriptor:
+        with opened(folder / "raw", os.O_WRONLY | os.O_CREAT) as descriptor:
             for view, offset in self._pieces():
                 done = os.pwrite(descriptor, view, offset)
                 assert done == len(view), "a regular file with room"
@@ -154,21 +145,15 @@ class Saver(Rank):
         self._ways: dict[str, Way] = {}
         self._checkpoints: Checkpoints | None = None
 
-    def save(self, way: str, folder: str, step: int) -> Reply:
-        """Save; says how long it took."""
-        return self._timed(self._save(way, folder, step))
+    def save(self, way: str, folder: str, step: int, metered: int = 0) -> Reply:
+        """Save; says how long it took, or with ``metered`` how much more memory this process had meanwhile."""
+        return self._told(partial(self._way(way).save, Path(folder), step), metered)
 
-    def load(self, way: str, folder: str) -> Reply:
-        """Load what the kernel has forgotten; says how long it took."""
-        return self._timed(self._load(way, folder))
-
-    def save_memory(self, way: str, folder: str, step: int) -> Reply:
-        """Save; says how much more memory this process had meanwhile."""
-        return self._metered(self._save(way, folder, step))
-
-    def load_memory(self, way: str, folder: str) -> Reply:
-        """Load; says how much more memory this process had meanwhile."""
-        return self._metered(self._load(way, folder))
+    def load(self, way: str, folder: str, metered: int = 0) -> Reply:
+        """The same of a load of what the kernel has forgotten."""
+        self._contender.barrier()
+        forget(Path(folder))
+        return self._told(partial(self._way(way).load, Path(folder)), metered)
 
     def digest(self) -> Reply:
         """Of this rank's parameters and optimizer state."""
@@ -198,25 +183,23 @@ class Saver(Rank):
         """
         contender = self._contender
         samples = batch(self._workload, step=step, rank=contender.rank)
-        checkpoints = self._background(folder)
-        copy_s = self._timed(self._copy)["seconds"]
-        quiet_s = [self._timed(partial(contender.step, *samples))["seconds"] for _ in range(steps)]
+        if self._checkpoints is None:
+            from hpczero.checkpoint import Checkpoints
+
+            self._checkpoints = Checkpoints(folder, contender.model, background=True)
+        checkpoints = self._checkpoints
+        copy_s = self._timed(self._copy)
+        quiet_s = [self._timed(partial(contender.step, *samples)) for _ in range(steps)]
         contender.barrier()
         begin = time.perf_counter()
         checkpoints.save(step)
         hold_s, busy_s = time.perf_counter() - begin, []
         while True:
-            busy_s.append(self._timed(partial(contender.step, *samples))["seconds"])
+            busy_s.append(self._timed(partial(contender.step, *samples)))
             if checkpoints.check() is not None:
                 break
-        write_s = time.perf_counter() - begin
-        return {
-            "copy_s": copy_s,
-            "hold_s": hold_s,
-            "quiet_s": quiet_s,
-            "busy_s": busy_s,
-            "write_s": write_s,
-        }
+        times = {"copy_s": copy_s, "hold_s": hold_s, "quiet_s": quiet_s, "busy_s": busy_s}
+        return {**times, "write_s": time.perf_counter() - begin}
 
     def end(self) -> Reply:
         """Leave the other ranks."""
@@ -225,15 +208,7 @@ class Saver(Rank):
         return super().end()
 
     def _copy(self) -> None:
-        copies = [tensor.clone() for tensor in state_tensors(self._contender)]
-        del copies
-
-    def _background(self, folder: str) -> Checkpoints:
-        from hpczero.checkpoint import Checkpoints
-
-        if self._checkpoints is None:
-            self._checkpoints = Checkpoints(folder, self._contender.model, background=True)
-        return self._checkpoints
+        _ = [tensor.clone() for tensor in state_tensors(self._contender)]
 
     def _way(self, way: str) -> Way:
         if way not in self._ways:
@@ -241,23 +216,16 @@ class Saver(Rank):
             self._ways[way] = WAYS[way](self._contender, nbytes)
         return self._ways[way]
 
-    def _save(self, way: str, folder: str, step: int) -> Callable[[], object]:
-        found = self._way(way)
-        found.prepare(Path(folder))
-        return partial(found.save, Path(folder), step)
+    def _told(self, call: Callable[[], object], metered: int) -> Reply:
+        return {"found": self._metered(call) if metered else self._timed(call)}
 
-    def _load(self, way: str, folder: str) -> Callable[[], object]:
-        self._contender.barrier()
-        forget(Path(folder))
-        return partial(self._way(way).load, Path(folder))
-
-    def _timed(self, call: Callable[[], object]) -> Reply:
+    def _timed(self, call: Callable[[], object]) -> float:
         self._contender.barrier()
         begin = time.perf_counter()
         call()
-        return {"seconds": time.perf_counter() - begin}
+        return time.perf_counter() - begin
 
-    def _metered(self, call: Callable[[], object]) -> Reply:
+    def _metered(self, call: Callable[[], object]) -> int:
         """Largest resident set during ``call``, above the one before."""
         ctypes.CDLL(None).malloc_trim(0)  # what is free already must not hide what is needed
         self._contender.barrier()
@@ -265,7 +233,7 @@ class Saver(Rank):
         before = kernel_nbytes("/proc/self/status", "VmRSS:")
         call()
         most = kernel_nbytes("/proc/self/status", "VmHWM:")
-        return {"extra_nbytes": max(most - before, 0)}
+        return max(most - before, 0)
 
 
 def state_tensors(contender: Contender) -> list[Tensor]:

@@ -16,10 +16,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tyro
-
 from hpczero.errors import ConfigError, run
 from scaling.evidence.harness import (
+    OnNodes,
     Report,
     at_least,
     in_turns,
@@ -30,7 +29,14 @@ from scaling.evidence.harness import (
     seconds,
 )
 from scaling.evidence.plot import Line, draw_lines
-from scaling.evidence.record import Row, emulated, head_of, run_row, where_and_when
+from scaling.evidence.record import (
+    Row,
+    emulated,
+    head_of,
+    mpi_library,
+    run_row,
+    where_and_when,
+)
 from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
 
 if TYPE_CHECKING:
@@ -42,24 +48,18 @@ TITLES = {"all_gather": "All-gather", "reduce_scatter": "Reduce-scatter"}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(OnNodes):
     """What to measure.
 
     Attributes:
         sizes: bytes of one rank's shard; the whole buffer is as many times larger as there are ranks.
         rounds: of each mover at each size; from 6 on there is a 95 % interval of the median.
         nic_gbit: 10^9 bit/s that one node sends and receives between nodes, for the bound; left out, no bound.
-        emulated: the nodes are emulated on one machine: say so in every table.
-        seed: of the order in the rounds.
-        results: folder of all machines' results; left out, scaling/results.
     """
 
     sizes: tuple[int, ...] = (2**16, 2**20, 2**23)
     rounds: int = 7
     nic_gbit: float | None = None
-    emulated: tyro.conf.UseCounterAction[int] = 0  # a bare --emulated
-    seed: int = 0
-    results: str | None = None
 
     def __post_init__(self) -> None:
         if not self.sizes or any(size < 4 or size % 4 for size in self.sizes):
@@ -72,29 +72,27 @@ class Options:
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
     said = "All-gather and reduce-scatter by every algorithm, in one run; start it under mpirun or srun."
-    return on_ranks(options_of(Options, "collectives", said), _measured, REPORT)
+    return on_ranks(options_of(Options, "collectives", said), _name, measure, REPORT)
 
 
-def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
-    if topology.size < 2:
-        raise ConfigError(
-            "one rank has nobody to exchange with; type: mpirun -n 2 python -m scaling.collectives"
-        )
-    label = f"-emulated-{options.nic_gbit or 0:g}gbit" if options.emulated else ""
-    return f"collectives-{placement(topology)}{label}", measure(topology, options)
+def _name(topology: Topology, options: Options) -> str:
+    rate = f"-{options.nic_gbit or 0:g}gbit" if options.emulated else ""
+    return f"collectives-{placement(topology)}{options.suffix}{rate}"
 
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
     """All rows, the same on every rank. Collective."""
-    from mpi4py import MPI
-
     from scaling.collectives.candidates import candidates, tuned
 
+    if topology.size < 2:
+        raise ConfigError(
+            "one rank has nobody to exchange with; type: mpirun -n 2 python -m scaling.collectives"
+        )
     selection = tuned(topology)
     yield run_row(
         options,
         "nic_gbit rounds seed",
-        mpi=MPI.Get_library_version().split(",")[0].strip("\0 \n"),
+        mpi=mpi_library(),
         ranks=topology.size,
         nodes=topology.num_nodes,
         placement=placement(topology),
@@ -274,15 +272,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:g} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:g} KiB"
 
 
-REPORT = Report(
-    "Collectives between nodes, beside the MPI library",
-    text,
-    {
-        "run": "emulated mpi nic_gbit nodes placement ranks rounds selection",
-        "call": "operation mover shard_nbytes round seconds",
-    },
-    draw,
-)
+REPORT = Report("Collectives between nodes, beside the MPI library", text, draw)
 
 if __name__ == "__main__":
     run(main)

@@ -21,13 +21,15 @@ from hpczero.run.results.metrics import Stopwatch
 from scaling.contenders import base
 from scaling.contenders.training import build
 from scaling.contenders.workload import BUFFERS, Workload, scratch
-from scaling.evidence.record import versions
+from scaling.evidence.record import mpi_library, versions
 
 WINDOW_NBYTES = 16 * 2**20
 
 
 class Contender(base.Contender):
     """Units by the default rule: every block, and the root; with ``compiled``, torch.compile compiles blocks."""
+
+    _offload: Offload | None = None
 
     def __init__(
         self,
@@ -40,7 +42,6 @@ class Contender(base.Contender):
     ) -> None:
         self.stage, self.transport, self.overlap = stage, transport, overlap
         self._compiled = bool(compiled)
-        self._offload = None
         if disk:
             self._offload = Offload("disk", "disk", "disk", scratch(), WINDOW_NBYTES, BUFFERS)
 
@@ -80,13 +81,13 @@ class Contender(base.Contender):
         offload = f"everything on disk, {BUFFERS} blocks of {WINDOW_NBYTES >> 20} MiB"
         return {
             "transport": hpczero.sharding(self.model).collectives.describe(),
-            "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
+            "mpi": mpi_library(),
             **versions("torch", "mpi4py"),
             **({"offload": offload} if self._offload else {}),
         }
 
 
-class Layout(base.Contender):
+class Layout(Contender):
     """Cut and driven by what the training command calls."""
 
     def __init__(
@@ -104,8 +105,7 @@ class Layout(base.Contender):
 
     def connect(self) -> None:
         comm = MPI.COMM_WORLD
-        self.topology = Topology.create(comm, mesh=mesh_of(self.options, comm.size, comm.size))
-        self.rank, self.size = self.topology.rank, self.topology.size
+        self.join(Topology.create(comm, mesh=mesh_of(self.options, comm.size, comm.size)))
 
     @property
     def data_rank(self) -> int:
@@ -141,19 +141,10 @@ class Layout(base.Contender):
         self.optimizer.zero_grad()
         return loss()
 
-    def barrier(self) -> None:
-        self.topology.barrier()
-
-    def close(self) -> None:
-        hpczero.release(self.model)
-        self.topology.free()
-
     def settings(self) -> dict[str, str]:
         return {
             "layout": ", ".join(self.options.changed) or "one copy on each rank",
             "stage": str(self.stage),
             "precision": self.precision,
-            "transport": hpczero.sharding(self.model).collectives.describe(),
-            "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
-            **versions("torch", "mpi4py"),
+            **super().settings(),
         }

@@ -22,12 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tyro
+
 from hpczero.errors import ConfigError, HpcZeroError
 from scaling.contenders import RANK_PROGRAM, Entry
 from scaling.contenders.workload import Workload
-from scaling.evidence.harness import in_turns
+from scaling.evidence.harness import Common, at_least, in_turns
 from scaling.evidence.host import machine_seconds, process_seconds
-from scaling.evidence.record import LAUNCH, ROOT, Row
+from scaling.evidence.record import LAUNCH, ROOT, Row, path_of
 
 PEERS_PYTHON = ROOT / ".venv" / "peers" / "bin" / "python"
 START_TIMEOUT_S = 180.0  # importing, connecting
@@ -174,6 +176,38 @@ class Crew:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+@dataclass(frozen=True)
+class TurnOptions(Common):
+    """Options of measurements whose contenders take turns.
+
+    Attributes:
+        rounds: measured turns of each contender; from 6 on there is a 95 % interval of the median.
+        turn_s: shortest time a turn should take; the steps of a turn follow from it, equal for all.
+        warm_up: steps before the first round, whose losses are compared too.
+        quick: a tiny model and two short rounds, to see that everything runs; the times mean nothing. Without
+            --results the rows go to runs/scaling.
+    """
+
+    rounds: int = 7
+    turn_s: float = 2.0
+    warm_up: int = 3
+    quick: tyro.conf.UseCounterAction[int] = 0  # a bare --quick; a bool would be --quick true
+
+    def __post_init__(self) -> None:
+        at_least(self, rounds=1, warm_up=1)
+        if not 0 < self.turn_s < math.inf:
+            raise ConfigError(f"--turn_s: got {self.turn_s}, expected seconds above 0")
+
+    @property
+    def timing(self) -> tuple[int, float]:
+        """(rounds, shortest turn in seconds) that are meant."""
+        return (2, 0.05) if self.quick else (self.rounds, self.turn_s)
+
+    def path(self, name: str) -> Path:
+        """Of the rows."""
+        return path_of(name, self.results or ("runs/scaling" if self.quick else None))
 
 
 @dataclass(frozen=True)

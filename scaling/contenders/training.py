@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -12,6 +13,7 @@ import hpczero
 from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.topology import Topology
+from hpczero.models.config import GPTConfig
 from hpczero.options.config import LayoutOptions
 from hpczero.run.evaluation import passes_of
 from hpczero.run.starting.building import divide
@@ -39,6 +41,13 @@ def build(
     own = {"secondary": layout.secondary, "initialize": initialize, **options}
     hpczero.zeroify(model, optimizer, topology=topology, **own)
     return model, optimizer
+
+
+def random_samples(seed: Any, sequences: int, model: GPTConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and the ones that follow them, each (sequences, context) int64; ``seed`` is that of NumPy."""
+    shape = (sequences, model.context + 1)
+    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, shape)
+    return tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
 
 class GPTTraining:

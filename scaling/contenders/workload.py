@@ -72,8 +72,10 @@ def find_model(name: str) -> GPTConfig:
     )
 
 
-def scratch() -> Path:
-    """A folder on the disk of this checkout, for what is not kept; made if need be."""
-    folder = HOME / "runs" / "scratch"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def scratch(folder: str | None = None) -> Path:
+    """The folder for what is not kept, or one on the disk of this checkout. Raises ConfigError: there is none such."""
+    if folder is None:
+        (HOME / "runs" / "scratch").mkdir(parents=True, exist_ok=True)
+    elif not Path(folder).is_dir():
+        raise ConfigError(f"--folder: got {folder!r}, expected a folder on a disk")
+    return Path(folder or HOME / "runs" / "scratch")

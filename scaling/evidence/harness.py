@@ -5,13 +5,16 @@ A measurement is a dataclass of options, a generator of rows, and a `Report` of 
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+import tyro
 
 from hpczero.errors import ConfigError, HpcZeroError
 from hpczero.options.reading import parse_command_line
@@ -34,14 +37,41 @@ class Report:
     Attributes:
         title: heading of the measurement on a page of reports.
         text: tables; markdown.
-        needs: by kind of row, the names that ``text`` and ``draw`` read, separated by spaces.
         draw: writes the figures at a path, as PNG or SVG; None: there are none.
     """
 
     title: str
     text: Callable[[list[Row]], str]
-    needs: Mapping[str, str]
     draw: Callable[[list[Row], Path], None] | None = None
+
+
+@dataclass(frozen=True)
+class Common:
+    """Options of most measurements.
+
+    Attributes:
+        seed: of the order in the rounds.
+        results: folder of all machines' results; left out, scaling/results.
+    """
+
+    seed: int = 0
+    results: str | None = None
+
+
+@dataclass(frozen=True)
+class OnNodes(Common):
+    """Options of measurements between nodes.
+
+    Attributes:
+        emulated: the nodes are emulated on one machine: say so in every table.
+    """
+
+    emulated: tyro.conf.UseCounterAction[int] = 0  # a bare --emulated
+
+    @property
+    def suffix(self) -> str:
+        """Of names of results."""
+        return "-emulated" if self.emulated else ""
 
 
 def options_of(kind: type[Kind], program: str, description: str) -> Kind:
@@ -53,14 +83,15 @@ def options_of(kind: type[Kind], program: str, description: str) -> Kind:
 
 
 def at_least(options: object, **least: int) -> None:
-    """Refuse options below the least value of each.
+    """Refuse options below the least value of each, and options of several values without any.
 
     Raises:
         ConfigError: names the option, its value, and the least.
     """
     for name, smallest in least.items():
         value = getattr(options, name)
-        if value is not None and value < smallest:
+        values = value if isinstance(value, tuple) else (value,)
+        if value is not None and min(values, default=-math.inf) < smallest:
             raise ConfigError(f"--{name}: got {value}, expected at least {smallest}")
 
 
@@ -113,14 +144,16 @@ def placement(topology: Topology) -> str:
 
 def on_ranks(
     options: Kind,
-    measured: Callable[[Topology, Kind], tuple[str, Iterator[Row]]],
+    name: Callable[[Topology, Kind], str],
+    measure: Callable[[Topology, Kind], Iterator[Row]],
     report: Report,
 ) -> int:
     """Measure on all ranks; rank 0 writes the rows, prints the table, draws the plot. Collective over MPI's world.
 
     Args:
         options: with ``results``.
-        measured: name of the file of results without suffix, and the rows, the same on every rank. Collective.
+        name: of the file of results, without suffix.
+        measure: the rows, the same on every rank. Collective.
         report: of the rows.
     """
     # Here and not at the top: these start MPI and torch, which --help and bad options must not do.
@@ -130,9 +163,9 @@ def on_ranks(
 
     topology = start_topology(None)
     torch.set_num_threads(1)
-    name, rows = measured(topology, options)
+    rows = measure(topology, options)
     if topology.is_root:
-        record(path_of(name, options.results), rows, report)  # type: ignore[attr-defined]
+        record(path_of(name(topology, options), options.results), rows, report)  # type: ignore[attr-defined]
     else:
         for _ in rows:
             pass
@@ -158,7 +191,7 @@ def check_same_losses(
     reference: str,
     expected: Sequence[float],
     tolerance: float = LOSS_TOLERANCE,
-) -> None:
+) -> float:
     """Compare losses step by step, as far as both go: ways that do not train the same cannot be compared.
 
     Args:
@@ -168,12 +201,19 @@ def check_same_losses(
         expected: of each step.
         tolerance: how far two losses of a step may be apart.
 
+    Returns:
+        How far they are apart at most.
+
     Raises:
         HpcZeroError: they are farther apart, or one is NaN; it names the step and both losses.
     """
+    digits = max(6, 2 - math.floor(math.log10(tolerance)))
+    found = 0.0
     for step, (mine, other) in enumerate(zip(values, expected, strict=False)):
         if not abs(mine - other) <= tolerance:
             raise HpcZeroError(
-                f"{name}: loss {mine:.6f} at step {step}, {reference} has {other:.6f}, expected the same within "
-                f"{tolerance:g}: they do not train the same, so their times cannot be compared"
+                f"{name}: loss {mine:.{digits}f} at step {step}, {reference} has {other:.{digits}f}, expected the same "
+                f"within {tolerance:g}: they do not train the same, so their times cannot be compared"
             )
+        found = max(found, abs(mine - other))
+    return found

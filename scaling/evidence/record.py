@@ -195,6 +195,13 @@ def names_code(commit: str) -> bool:
     return commit != UNKNOWN and not commit.endswith(CHANGED)
 
 
+def mpi_library() -> str:
+    """Name and version of the MPI library, such as ``Open MPI v4.1.4``. It starts MPI."""
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().split(",")[0].strip("\0 \n")
+
+
 def versions(*packages: str) -> dict[str, str]:
     """Installed versions; packages that are not installed are left out."""
     found = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 
@@ -34,6 +34,11 @@ class Spread:
     high: float
     count: int
     is_interval: bool
+
+    def times(self, factor: float) -> Spread:
+        """The same of ``factor`` times the values."""
+        low, high = self.low * factor, self.high * factor
+        return replace(self, median=self.median * factor, low=low, high=high)
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
@@ -116,5 +121,7 @@ def with_spread(spread: Spread | None, digits: int, scale: float = 1.0) -> str:
     """``median [low, high]``, each times ``scale``; a dash where nothing was measured."""
     if spread is None:
         return "–"
-    middle, low, high = (x * scale for x in (spread.median, spread.low, spread.high))
-    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    middle, low, high = (
+        f"{x * scale:.{digits}f}" for x in (spread.median, spread.low, spread.high)
+    )
+    return f"{middle} [{low}, {high}]"

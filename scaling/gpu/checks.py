@@ -21,7 +21,7 @@ from hpczero.accelerator import HostAccelerator, be_deterministic, choose_accele
 from hpczero.errors import CommError, run
 from hpczero.kernels.source import tree_sum_source
 from hpczero.kernels.tree_sum import tree_sum
-from scaling.evidence.record import Row
+from scaling.evidence.record import Row, mpi_library
 from scaling.gpu.bench import DEVICE, TWIN, Bench, forget, mps, print_row
 from scaling.gpu.jobs import BEGINS, kind_of
 from scaling.gpu.nvrtc import CompileError, find_nvrtc
@@ -39,8 +39,6 @@ OVERTIME_S = 15.0  # after it, for a rank whose launcher has not ended it
 
 def facts(bench: Bench) -> Iterator[Row]:
     """What there is, and what MPI says of device memory; last whether that is true, which takes a trial."""
-    from mpi4py import MPI
-
     from hpczero.comm.awareness import claim, decide, tried_once
     from hpczero.options.environment import Environment
 
@@ -51,7 +49,7 @@ def facts(bench: Bench) -> Iterator[Row]:
         "devices this process sees": torch.cuda.device_count(),
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda,
-        "MPI": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
+        "MPI": mpi_library(),
         "MPI says it takes device memory": f"{said.aware}: {said.reason}",
         "CUDA MPS": f"{how}: kernels of ranks that share a device {turns}",
         **bench.accelerator.usage(),

@@ -24,7 +24,7 @@ import torch
 from hpczero.accelerator import Accelerator, choose_accelerator
 from hpczero.errors import CommError, run
 from hpczero.kernels.tree_sum import kernel_figures, tree_sum
-from scaling.evidence.record import Row, versions
+from scaling.evidence.record import Row, mpi_library, versions
 from scaling.gpu.bench import MIB, Bench, print_row
 from scaling.gpu.jobs import launcher
 
@@ -209,9 +209,11 @@ def ranks(accelerator: Accelerator, *, twin: bool) -> Iterator[Row]:
 
     world = MPI.COMM_WORLD
     everywhere = world.gather(accelerator.describe())
-    library = MPI.Get_library_version().split(",")[0].strip("\0 \n")
     if everywhere is not None:
-        found = {"threads": MPI.Query_thread(), "found": f"{library}: {', '.join(everywhere)}"}
+        found = {
+            "threads": MPI.Query_thread(),
+            "found": f"{mpi_library()}: {', '.join(everywhere)}",
+        }
         yield {"tried": "start two ranks", "right": len(everywhere) == 2, **found}
 
 

@@ -361,13 +361,6 @@ def _fsdp2_step(bench: Bench, model: GPT, x: Tensor, y: Tensor) -> tuple[Step, R
     return partial(train, model, adamw(model), x, y), {"backend": dist.get_backend()}
 
 
-def step_of(bench: Bench, config: GPTConfig, sequences: int, way: str) -> tuple[nn.Module, Step]:
-    """One step in bf16 on one batch, with the model to release."""
-    x, y = tokens(config, sequences, 0, bench.accelerator.device)
-    model, step, _ = _made(bench, config, way, x, y, compiled=False)
-    return model, step
-
-
 def trace(bench: Bench, which: str = "") -> Iterator[Row]:
     """The device's idle time in a step by the kernels' own clock, plain torch and hpczero; one rank."""
     from torch.profiler import ProfilerActivity, profile
@@ -376,7 +369,8 @@ def trace(bench: Bench, which: str = "") -> Iterator[Row]:
     name, config, sequences = _model(bench, which)
     for way in (PLAIN, "hpczero, stage 3", "hpczero, stage 0"):
         forget(bench)
-        model, step = step_of(bench, config, sequences, way)
+        x, y = tokens(config, sequences, 0, bench.accelerator.device)
+        model, step, _ = _made(bench, config, way, x, y, compiled=False)
         for _ in range(TRACED_STEPS + 1):
             step()
         bench.accelerator.finish()

@@ -35,7 +35,6 @@ from scaling.evidence.record import (
 from scaling.evidence.spread import table_of
 
 PROGRAM = "import step, sys; sys.exit(step.main(sys.argv[1:]))"
-LIMIT_S = 600.0
 THIS, OTHER = "this", "other"
 MIB = 2**20
 
@@ -81,7 +80,7 @@ class Options:
 def main() -> int:
     """Measure, write the rows, print the table."""
     said = (
-        "Host time and messages of a step of a large job, against communicators that move nothing."
+        "Host time and messages of a step of a large job, beside communicators that move nothing."
     )
     options = options_of(Options, "hostcost", said)
     record(path_of("hostcost", options.results), measure(options), REPORT)
@@ -114,24 +113,18 @@ def measured(tree: Path, options: Options, ranks: int, local: int) -> Row:
     """What ``step`` says of one case with the code of ``tree``.
 
     Raises:
-        HpcZeroError: the process failed, or did not end in time.
+        HpcZeroError: the process failed.
     """
     sizes = {"ranks": ranks, "ranks_per_node": local}
     case = {"model": options.model, "precision": options.precision, **sizes}
     command = [sys.executable, "-c", PROGRAM, json.dumps(case)]
     places = os.pathsep.join((os.fspath(tree), os.fspath(Path(__file__).parent)))
     environment = {**os.environ, "PYTHONPATH": places, "PYTHONSAFEPATH": "1"}
-    what = f"{ranks:,} ranks with the code of {tree}"
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise HpcZeroError(
+            f"{ranks:,} ranks with the code of {tree}: exit code {done.returncode}; it said: {done.stderr[-2000:]}"
         )
-    except subprocess.CalledProcessError as error:
-        said = f"exit code {error.returncode}; it said: {error.stderr[-2000:]}"
-        raise HpcZeroError(f"{what}: {said}") from error
-    except subprocess.TimeoutExpired as error:
-        said = f"not done after {LIMIT_S:.0f} s; ask for fewer --ranks"
-        raise HpcZeroError(f"{what}: {said}") from error
     found: Row = json.loads(done.stdout)
     return found
 
@@ -184,15 +177,7 @@ def text(rows: list[Row]) -> str:
     return f"{title}\n\n{table_of(cases, counted)}\n{table_of(cases, timed)}"
 
 
-REPORT = Report(
-    "Messages and host time at up to 100,000 ranks",
-    text,
-    {
-        "run": "model precision kernel_us operation_us against",
-        "case": "tree ranks ranks_per_node units messages gather_messages reduce_messages exchange_nbytes kernels "
-        "operations gather_s exchange_s agreements_s",
-    },
-)
+REPORT = Report("Messages and host time at up to 100,000 ranks", text)
 
 if __name__ == "__main__":
     run(main)

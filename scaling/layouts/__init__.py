@@ -1,1 +1,1 @@
-"""Layouts of ranks held against each other: steps foretold and seen, bytes, idle time of pipelines."""
+"""Layouts of ranks held against each other: steps foretold and seen, bytes."""

@@ -3,8 +3,7 @@
     python -m tests.cluster --hosts 4 --ranks-per-host 2 --rate 250 -- -m scaling.layouts --rate_mbit 250
 
 All layouts stay resident; in each round each takes its steps, in an order drawn anew. What is foretold comes from a
-probe of all ranks at once, before the first round, and the rate of the links. At the end pipelines whose blocks sleep
-show how long stages stand still. Ratios are formed within a round.
+probe of all ranks at once, before the first round, and the rate of the links. Ratios are formed within a round.
 """
 
 from __future__ import annotations
@@ -12,19 +11,17 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-import tyro
-
 from hpczero.errors import ConfigError, run
 from scaling.evidence.harness import (
     LOSS_TOLERANCE,
+    OnNodes,
     Report,
     at_least,
     check_same_losses,
@@ -37,7 +34,7 @@ from scaling.evidence.harness import (
 from scaling.evidence.plot import Bar, draw_bars
 from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
-from scaling.layouts.cases import Case, Sizes, cases_on, on_links
+from scaling.layouts.cases import Sizes, cases_on, on_links
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
@@ -48,22 +45,16 @@ NEAR = 0.2  # how near idle time should be to what a simulation says
 
 
 @dataclass(frozen=True)
-class Options(Sizes):
+class Options(Sizes, OnNodes):
     """What to measure.
 
     Attributes:
-        only: numbers of the layouts, from 0; left out, all. -1 is none, for pipelines that sleep alone.
+        only: numbers of the layouts, from 0; left out, all.
         rounds: measured turns of each layout; from 6 on there is a 95 % interval of the median.
         steps: of a turn.
         warm_up: steps of each layout before the first round, in which losses are compared too.
         rate_mbit: what a node's link carries; then bytes are counted on its interface eth0. 0: not known.
-        nap_ms: forward of one micro-batch where blocks sleep; 0: no such pipelines.
-        naps: measured steps of each of them.
-        nap_kib: size of the messages of one more such pipeline; 0: none.
         algorithms: between nodes, as in --parallel.algorithms.
-        emulated: the nodes are emulated on one machine: say so in every table.
-        seed: of the order in the rounds.
-        results: folder of all machines' results; left out, scaling/results.
     """
 
     only: tuple[int, ...] = ()
@@ -71,20 +62,13 @@ class Options(Sizes):
     steps: int = 2
     warm_up: int = 2
     rate_mbit: float = 0.0
-    nap_ms: float = 20.0
-    naps: int = 7
-    nap_kib: int = 128
     algorithms: str = "auto"
-    emulated: tyro.conf.UseCounterAction[int] = 0  # a bare --emulated
-    seed: int = 0
-    results: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, rounds=1, steps=1, warm_up=1, naps=1)
-        for name in ("rate_mbit", "nap_ms", "nap_kib"):
-            if not 0 <= getattr(self, name) < 1e9:
-                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected 0 or above")
+        at_least(self, rounds=1, steps=1, warm_up=1)
+        if not 0 <= self.rate_mbit < 1e9:
+            raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected 0 or above")
 
 
 def main() -> int:
@@ -92,13 +76,12 @@ def main() -> int:
     said = (
         "Step time of one model over layouts of ranks, in one run; start it under mpirun or srun."
     )
-    return on_ranks(options_of(Options, "layouts", said), _measured, REPORT)
+    return on_ranks(options_of(Options, "layouts", said), _name, measure, REPORT)
 
 
-def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
-    label = f"{placement(topology)}{'-emulated' if options.emulated else ''}"
+def _name(topology: Topology, options: Options) -> str:
     rate = f"-{options.rate_mbit:g}mbit" if options.rate_mbit else ""
-    return f"layouts-{label}{rate}", measure(topology, options)
+    return f"layouts-{placement(topology)}{options.suffix}{rate}"
 
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
@@ -108,8 +91,21 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         ConfigError: nodes of different sizes, a model that a layout cannot cut, or a rate without an interface.
         HpcZeroError: the layouts do not train the same.
     """
+    import torch
+
+    import hpczero
+    from hpczero.accelerator import HostAccelerator
+    from hpczero.predict.machine import machine_of
+    from hpczero.probe.job import probe_job
+    from scaling.layouts.training import Training
+
     with topology.agreed("choose the layouts"):
-        cases = _cases(topology, options)
+        if options.rate_mbit and not SENT.exists():
+            raise ConfigError(
+                f"--rate_mbit: got {options.rate_mbit:g}, but {SENT} is missing, where bytes are counted; expected a "
+                "job on hosts with that interface, or leave it out"
+            )
+        cases = cases_on(topology.world.nodes, options.work, options.only)
     yield run_row(
         options,
         "rate_mbit rounds steps",
@@ -119,31 +115,6 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         tolerance=LOSS_TOLERANCE,
         description=options.work.describe(),
     )
-    if cases:
-        yield from _layouts(topology, cases, options)
-    if options.nap_ms and topology.num_nodes > 1:
-        yield from _idle(topology, options)
-
-
-def _cases(topology: Topology, options: Options) -> list[Case]:
-    if options.rate_mbit and not SENT.exists():
-        raise ConfigError(
-            f"--rate_mbit: got {options.rate_mbit:g}, but {SENT} is missing, where bytes are counted; expected a job "
-            "on hosts with that interface, or leave it out"
-        )
-    only = [number for number in options.only if number != -1] if options.only else None
-    return cases_on(topology.world.nodes, options.work, only)
-
-
-def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Iterator[Row]:
-    import torch
-
-    import hpczero
-    from hpczero.accelerator import HostAccelerator
-    from hpczero.predict.machine import machine_of
-    from hpczero.probe.job import probe_job
-    from scaling.layouts.training import Training
-
     measured, _ = probe_job(topology, HostAccelerator(), dtype=torch.float32)
     nodes = topology.world.nodes
     per_node = len(nodes[0])
@@ -156,7 +127,7 @@ def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Ite
     losses: dict[str, list[float]] = {}
     parts = ("forward", "backward", "sums", "messages", "fill", "communication", "replicas")
     for case in cases:
-        training = Training(topology, _nodes(topology), case, algorithms=options.algorithms)
+        training = Training(topology, case, algorithms=options.algorithms)
         trainings[case.name] = training
         losses[case.name] = training.steps(options.warm_up)
         step = case.foretold(machine, measured, overlap=overlap)
@@ -175,13 +146,13 @@ def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Ite
     for number, turn in in_turns([*trainings], options.rounds, order, program=program):
         for name in turn:
             training = trainings[name]
-            before, waited = _sent(topology, options), training.waited_s
+            before, waited = _sent(topology, options), training.passes.waited_s
             took = seconds(
                 topology,
                 lambda t=training, name=name: losses[name].extend(t.steps(options.steps)),  # type: ignore[misc]
             )
             after = _sent(topology, options)
-            waits = topology.gather((training.waited_s - waited) / options.steps)
+            waits = topology.gather((training.passes.waited_s - waited) / options.steps)
             yield {
                 "kind": "turn",
                 "layout": name,
@@ -190,45 +161,11 @@ def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Ite
                 "sent_nbytes": [
                     (b - a) / options.steps for a, b in zip(before, after, strict=True)
                 ],
-                "waited_s": waits if training.is_pipeline else [],
+                "waited_s": waits if training.topology.pipeline.size > 1 else [],
             }
         _check(losses)
     for training in trainings.values():
         training.close()
-
-
-def _idle(topology: Topology, options: Options) -> Iterator[Row]:
-    """Pipelines between nodes, whose blocks sleep, in turns."""
-    from scaling.layouts.training import SleepingPipeline, orders_of
-
-    stages, nap_s = topology.num_nodes, options.nap_ms / 1e3
-    make = partial(SleepingPipeline, topology, _nodes(topology), stages=stages, nap_s=nap_s)
-    orders = orders_of(stages, options.micro_batches, options.nap_kib * 1024)
-    pipelines = [make(order) for order in orders]
-    # The ranks of a node send at once, and share its link.
-    rank_rate = options.rate_mbit * 1e6 / 8 / len(topology.world.nodes[0])
-    for pipeline in pipelines:
-        pipeline.step()
-    for number, turn in in_turns(pipelines, options.naps, random.Random(options.seed)):
-        for pipeline in turn:
-            yield {
-                "kind": "idle",
-                "pipeline": pipeline.order.name,
-                "round": number,
-                "stages": stages,
-                "nap_s": nap_s,
-                "simulated": pipeline.simulated(rank_rate),
-                "formula": pipeline.order.formula(stages),
-                "ranks": pipeline.step(),
-            }
-    for pipeline in pipelines:
-        pipeline.close()
-
-
-def _nodes(topology: Topology) -> list[int]:
-    """Node of each rank."""
-    found = {rank: node for node, ranks in enumerate(topology.world.nodes) for rank in ranks}
-    return [found[rank] for rank in range(topology.size)]
 
 
 def _sent(topology: Topology, options: Options) -> list[float]:
@@ -247,23 +184,15 @@ def _check(losses: dict[str, list[float]]) -> None:
         check_same_losses(name, values, reference, losses[reference])
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How far two orders of the same layouts agree."""
+def agreement(
+    foretold: Mapping[str, float], seen: Mapping[str, Spread]
+) -> tuple[int, int, int, int]:
+    """How far two orders of the same layouts agree.
 
-    pairs: int  # of layouts
-    alike: int  # of them, those that both order in the same way
-    clear: int  # pairs whose intervals of the measured median do not overlap
-    clear_alike: int  # the same of these
-
-    @property
-    def tau(self) -> float:
-        """Kendall's rank correlation: 1 for equal orders, -1 for opposite ones; 0 without pairs."""
-        return 2 * self.alike / self.pairs - 1 if self.pairs else 0.0
-
-
-def agreement(foretold: Mapping[str, float], seen: Mapping[str, Spread]) -> Agreement:
-    """Of what was foretold with what was seen, layout by layout."""
+    Returns:
+        How many pairs of layouts there are, and how many both order in the same way; then the same of the pairs whose
+        intervals of the measured median do not overlap.
+    """
     alike = clear = clear_alike = 0
     pairs = list(itertools.combinations(seen, 2))
     for a, b in pairs:
@@ -272,7 +201,7 @@ def agreement(foretold: Mapping[str, float], seen: Mapping[str, Spread]) -> Agre
         alike += same
         clear += apart
         clear_alike += same and apart
-    return Agreement(len(pairs), alike, clear, clear_alike)
+    return len(pairs), alike, clear, clear_alike
 
 
 def _times(rows: list[Row]) -> dict[str, dict[int, float]]:
@@ -341,11 +270,13 @@ def _order(rows: list[Row], found: dict[str, dict[int, float]]) -> list[str]:
         [str(place), plan, real]
         for place, (plan, real) in enumerate(zip(by_plan, by_seen, strict=True), start=1)
     ]
-    both = agreement(foretold, seen)
+    pairs, alike, clear, clear_alike = agreement(foretold, seen)
+    tau = (
+        2 * alike / pairs - 1 if pairs else 0.0
+    )  # of Kendall: 1 for equal orders, -1 for opposite ones
     said = (
-        f"{both.alike} of {both.pairs} pairs of layouts are foretold in the order in which they were seen (Kendall's "
-        f"tau {both.tau:.2f}); of the {both.clear} pairs whose intervals (up to five rounds: ranges) do "
-        f"not overlap, {both.clear_alike}."
+        f"{alike} of {pairs} pairs of layouts are foretold in the order in which they were seen (Kendall's tau "
+        f"{tau:.2f}); of the {clear} pairs whose intervals (up to five rounds: ranges) do not overlap, {clear_alike}."
     )
     return [table(["place", "foretold", "seen"], cells), said]
 
@@ -408,17 +339,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars(panels, path, title=title)
 
 
-REPORT = Report(
-    "Layouts of tensor, pipeline and data parallelism",
-    text,
-    {
-        "run": "description emulated placement ranks rate_mbit rounds steps tolerance",
-        "layout": "layout foretold_s planned_nbytes",
-        "turn": "layout round seconds sent_nbytes waited_s",
-        "idle": "pipeline stages nap_s simulated formula ranks",
-    },
-    draw,
-)
+REPORT = Report("Layouts of tensor, pipeline and data parallelism", text, draw)
 
 if __name__ == "__main__":
     run(main)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,15 +181,13 @@ def cases_of(work: Work, nodes: int, local: int) -> list[Case]:
     ]
 
 
-def cases_on(
-    nodes: Sequence[Sequence[int]], work: Work, only: Sequence[int] | None = None
-) -> list[Case]:
+def cases_on(nodes: Sequence[Sequence[int]], work: Work, only: Sequence[int] = ()) -> list[Case]:
     """Layouts for ranks that lie so, each known to be one that the model and the batch can be cut by.
 
     Args:
         nodes: ranks of each node.
         work: what is trained.
-        only: numbers of those that are wanted, in that order; None: all.
+        only: numbers of those that are wanted, in that order; none: all.
 
     Raises:
         ConfigError: nodes of different sizes, or ranks that do not lie node after node; a layout that there is not, or
@@ -201,7 +199,7 @@ def cases_on(
             f"ranks lie as {nodes}; expected as many on every node, one node after the other (mpirun --map-by core)"
         )
     found = cases_of(work, len(nodes), len(nodes[0]))
-    if only is not None:
+    if only:
         if any(not 0 <= number < len(found) for number in only):
             raise ConfigError(
                 f"--only: got {[*only]}, expected numbers from 0 to {len(found) - 1}: "
@@ -217,5 +215,5 @@ def on_links(machine: Machine, rate_mbit: float) -> Machine:
     """The machine with one link for each node, of that rate; as it is where ``rate_mbit`` is 0."""
     if not rate_mbit:
         return machine
-    sources: Mapping[str, Any] = {**machine.sources, "nic_rate": "--rate_mbit"}
-    return replace(machine, nics=1, nic_rate=rate_mbit * 1e6 / 8, sources=dict(sources))
+    sources = {**machine.sources, "nic_rate": "--rate_mbit"}
+    return replace(machine, nics=1, nic_rate=rate_mbit * 1e6 / 8, sources=sources)

@@ -17,6 +17,7 @@ from statistics import median
 from hpczero.errors import ConfigError, run
 from hpczero.models.config import GPTConfig
 from scaling.evidence.harness import (
+    Common,
     Report,
     at_least,
     check_same_losses,
@@ -32,7 +33,7 @@ GOALS = {"stage 0": 1.5, "stage 3": 1.9}  # of plain torch's thread time, at mos
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """What to measure.
 
     Attributes:
@@ -41,8 +42,6 @@ class Options:
         rounds: measured turns of each; from 6 on there is a 95 % interval of the median.
         steps: of a turn; its number is their median.
         warm_up: steps of each before the first round, in which losses are compared.
-        seed: of the order in the rounds.
-        results: folder of all machines' results; left out, scaling/results.
     """
 
     layers: int = 48
@@ -50,8 +49,6 @@ class Options:
     rounds: int = 7
     steps: int = 10
     warm_up: int = 10
-    seed: int = 0
-    results: str | None = None
 
     def __post_init__(self) -> None:
         at_least(self, layers=1, rounds=1, steps=1, warm_up=1)
@@ -125,15 +122,7 @@ def text(rows: list[Row]) -> str:
     )
 
 
-REPORT = Report(
-    "What hpczero adds to a step",
-    text,
-    {
-        "run": "description rounds steps",
-        "stepper": "name waits",
-        "turn": "name round seconds",
-    },
-)
+REPORT = Report("What hpczero adds to a step", text)
 
 if __name__ == "__main__":
     run(main)

@@ -4,15 +4,13 @@
 
 In each round every rank probes, every candidate is built, takes a step that does not count, and some that do; then it
 is given back. What is foretold comes from the probe of the same round, as a run would foretell it at its start. All
-settings take some twenty minutes on two cores that nothing else uses. Rows of a cut run lie beside the results;
-``--goes_on true`` keeps them.
+settings take some twenty minutes on two cores that nothing else uses.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,20 +20,9 @@ from hpczero.errors import ConfigError, run
 from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import Choice, Foretold, away, kind_of, recomputed
 from scaling.contenders.workload import scratch
-from scaling.evidence.harness import Report, at_least, on_ranks, options_of, say, seconds
+from scaling.evidence.harness import Common, Report, at_least, on_ranks, options_of, say, seconds
 from scaling.evidence.plot import Bar, draw_bars
-from scaling.evidence.record import (
-    Row,
-    commit,
-    head_of,
-    names_code,
-    of_kind,
-    parse_rows,
-    path_of,
-    run_row,
-    unfinished,
-    where_and_when,
-)
+from scaling.evidence.record import Row, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import table_of
 
 if TYPE_CHECKING:
@@ -47,7 +34,7 @@ NEAR_FASTEST, NEAR_SEEN = 0.15, 0.25  # what is asked of a planner
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """What to measure.
 
     Attributes:
@@ -57,9 +44,6 @@ class Options:
         candidates: settings that are trained for each of what is planned: the choice, its runner-up, others of distinct
             kinds, and one by chance.
         only: numbers of what is planned, from 0; left out, all.
-        seed: of the order in the rounds, and of the other candidates.
-        goes_on: keep the settings that a cut run of this commit has measured whole.
-        results: folder of all machines' results; left out, scaling/results.
     """
 
     folder: str | None = None
@@ -67,58 +51,29 @@ class Options:
     steps: int = 2
     candidates: int = 6
     only: tuple[int, ...] = ()
-    seed: int = 0
-    goes_on: bool = False
-    results: str | None = None
 
     def __post_init__(self) -> None:
         at_least(self, rounds=1, steps=1, candidates=2)
-        if self.folder is not None and not Path(self.folder).is_dir():
-            raise ConfigError(f"--folder: got {self.folder!r}, expected a folder on a disk")
+        scratch(self.folder)
 
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
     said = "The planner's choice beside other settings that fit, trained in turns; start it under mpirun."
-    return on_ranks(options_of(Options, "planner", said), _measured, REPORT)
+    options = options_of(Options, "planner", said)
+    return on_ranks(options, lambda topology, _: f"planner-{topology.size}", measure, REPORT)
 
 
-def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
-    name, earlier = f"planner-{topology.size}", []
-    if options.goes_on:  # read before the recorder begins the file anew
-        found = earlier_turns(path_of(name, options.results)) if topology.is_root else []
-        earlier = json.loads(topology.world.gather_text(json.dumps(found))[0])
-    return name, measure(topology, options, earlier)
-
-
-def earlier_turns(path: Path) -> list[Row]:
-    """Turns of the settings that a cut run of this commit has measured whole; none if there was no such run."""
-    cut = unfinished(path)
-    if not cut.exists():
-        return []
-    rows, _ = parse_rows(cut)
-    heads = [row for row in rows if row["kind"] == "run"]
-    if not heads or heads[0]["commit"] != commit() or not names_code(commit()):
-        return []
-    whole = {row["setting"] for row in rows if row["kind"] == "done"}
-    return [row for row in rows if row.get("setting") in whole]
-
-
-def measure(topology: Topology, options: Options, earlier: Sequence[Row] = ()) -> Iterator[Row]:
-    """All rows, the same on every rank; ``earlier`` are those of settings that are not measured again. Collective."""
+def measure(topology: Topology, options: Options) -> Iterator[Row]:
+    """All rows, the same on every rank. Collective."""
     from scaling.planner.settings import SETTINGS
 
     yield run_row(options, "rounds steps", ranks=topology.size)
-    folder = scratch() if options.folder is None else Path(options.folder)
+    folder = scratch(options.folder)
     order = random.Random(options.seed)
-    yield from (dict(row) for row in earlier)
-    done = {row["setting"] for row in earlier}
     for number in options.only or range(len(SETTINGS)):
         setting = SETTINGS[number]
-        if setting.name in done:
-            continue
         yield from _one(topology, setting, folder, options, order)
-        yield {"kind": "done", "setting": setting.name}
         if topology.is_root:
             say("planner", f"{setting.name} done")
 
@@ -320,15 +275,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars(panels, path, title=title)
 
 
-REPORT = Report(
-    "Settings that were predicted to be fastest, tried",
-    text,
-    {
-        "run": "ranks rounds steps",
-        "turn": "setting candidate is_choice foretold_s seconds fitting",
-    },
-    draw,
-)
+REPORT = Report("Settings that were predicted to be fastest, tried", text, draw)
 
 if __name__ == "__main__":
     run(main)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from hpczero.accelerator import HostAccelerator
@@ -18,7 +17,7 @@ from hpczero.models.config import GPTConfig
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.peak import PlannedRun
-from scaling.contenders.training import GPTTraining
+from scaling.contenders.training import GPTTraining, random_samples
 from scaling.contenders.workload import SEED
 
 WINDOW_MIB = 8
@@ -97,14 +96,13 @@ class Training(GPTTraining):
     """One candidate, in memory until it is closed. Collective over the topology."""
 
     def __init__(self, topology: Topology, setting: Setting, run: PlannedRun) -> None:
-        self._rank, self._setting, self._run = topology.rank, setting, run
         torch.manual_seed(SEED)
         device, away = HostAccelerator(), run.checkpointing and run.kept.away
         adapter = GPTAdapter(setting.model).with_checkpointing(run.checkpointing and not away)
         super().__init__(
             adapter,
             topology,
-            self._samples,
+            lambda *step: random_samples((*step, topology.rank), run.micro_batch, setting.model),
             accumulation=run.accumulation,
             device=device,
             stage=run.stage,
@@ -123,12 +121,6 @@ class Training(GPTTraining):
                 )
                 adapter.call_blocks_by(self.model, self._checkpointing)
             self._checkpointing.join(self.model)
-
-    def _samples(self, number: int, micro: int) -> tuple[np.ndarray, np.ndarray]:
-        draw = np.random.default_rng((number, micro, self._rank))
-        shape = (self._run.micro_batch, self._setting.context + 1)
-        tokens = draw.integers(0, self._setting.model.vocab_size, shape)
-        return tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
     def close(self) -> None:
         """Give everything back."""

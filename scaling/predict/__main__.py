@@ -22,6 +22,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.plan.footprint import Named, fastest_transport
+from hpczero.plan.sizing import Fit, MachineSizes, fit
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, predict
@@ -31,7 +32,6 @@ from scaling.evidence.harness import at_least, options_of, record
 from scaling.evidence.plot import Line, draw_lines
 from scaling.evidence.record import cores, path_of
 from scaling.evidence.spread import table_of
-from scaling.predict.fits import fit_of, largest_micro_batch, needed_nbytes
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Options:
         sources: a bare --sources: where the machine's numbers come from.
         paper: a bare --paper: the runs of the ZeRO paper, nothing else.
         published: a bare --published: runs of other programs in layouts that hpczero has, nothing else.
-        scale: a bare --scale: gpt-60b at 400, 4,096 and 100,000 ranks, charged as before and as now, nothing else.
+        scale: a bare --scale: gpt-60b at 400, 4,096 and 100,000 ranks, nothing else.
         layouts: the best layout of gpt-60b on so many ranks of each machine that comes with hpczero, nothing else.
         check: a bare --check: predict and measure on this host, in turn.
         workloads: of --check.
@@ -88,9 +88,7 @@ class Options:
     plot: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.ranks or min(self.ranks) < 1:
-            raise ConfigError(f"--ranks: got {self.ranks}, expected numbers from 1 on")
-        at_least(self, micro_batch=1, global_batch=1, rounds=1, steps=1, layouts=1)
+        at_least(self, ranks=1, micro_batch=1, global_batch=1, rounds=1, steps=1, layouts=1)
         if self.check and not self.workloads:
             raise ConfigError("--workloads: got nothing, expected at least one")
 
@@ -106,35 +104,26 @@ def main() -> int:
     options = options_of(Options, "predict", said)
     if options.check:
         return check(options)
-    text = _answer(options)
-    sys.stdout.write(text)
+    sys.stdout.write(_answer(options))
     return 0
 
 
 def _answer(options: Options) -> str:
     """What is printed; draws the plot that is asked for."""
     if options.paper:
-        from scaling.predict.paper import (
-            FIGURE_2,
-            FIGURE_3,
-            calibrated,
-            compare,
-            draw_paper,
-            paper_text,
-        )
+        from scaling.predict import paper
 
-        curve, others = list(compare(FIGURE_3)), list(compare(FIGURE_2))
         if options.plot:
-            draw_paper(curve, Path(options.plot))
-        return f"{paper_text(curve, others, calibrated().matmul_efficiency)}\n"
+            paper.draw_paper(Path(options.plot))
+        return f"{paper.paper_text()}\n"
     if options.published:
         from scaling.predict.published import published_text
 
         return f"{published_text()}\n"
     if options.scale:
-        from scaling.predict.scale import cases, charges_text
+        from scaling.predict.scale import charges_text, steps
 
-        return f"{charges_text(list(cases()))}\n"
+        return f"{charges_text(list(steps()))}\n"
     if options.layouts is not None:
         from scaling.predict.scale import layouts_text
 
@@ -242,6 +231,34 @@ def check(options: Options) -> int:
     path = path_of("predict-host", options.results or "runs/scaling")
     rows = record(path, rounds, REPORT)
     return 0 if all(is_near(turns) for turns in points(rows).values()) else 1
+
+
+def fit_of(job: Job) -> Fit:
+    """Bytes and the largest micro-batch of one forward a step, by the plan."""
+    room = MachineSizes(
+        job.ranks,
+        job.machine.usable,
+        local_size=job.shards.local,
+        transport=job.transport,
+        on_device=job.on_device,
+    )
+    return fit(job.model, job.plan, room, sequence=job.length, micro_batch=job.micro_batch)
+
+
+def needed_nbytes(job: Job) -> int:
+    """Bytes of a rank: states, buffers and activations, which are checkpointed if and only if the job says so."""
+    return fit_of(job).memory.total + job.held(0).peak_nbytes()
+
+
+def largest_micro_batch(job: Job) -> tuple[int, bool]:
+    """(sequences, whether activations must be checkpointed) of the largest forward that fits; 0 if none does.
+
+    It is without checkpointing if at least one sequence fits so, because to recompute costs a third.
+    """
+    found = fit_of(job)
+    if found.micro_batch and not job.checkpointing:
+        return found.micro_batch, False
+    return found.micro_batch_checkpointed, True
 
 
 def forecast_table(found: Sequence[Forecast]) -> str:

@@ -171,12 +171,4 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars({axis: bars}, path, title=title, wanted=(0.8, 1.0, 1.2))
 
 
-REPORT = Report(
-    "Steps of published runs, predicted",
-    text,
-    {
-        "run": "rounds steps tolerance",
-        "turn": "workload ranks stage measured_s predicted_s foreign_share",
-    },
-    draw,
-)
+REPORT = Report("Steps of published runs, predicted", text, draw)

@@ -12,7 +12,7 @@ Source: Rajbhandari et al., ZeRO, SC20 (arXiv 1910.02054v3), figures 2 and 3, ta
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -209,8 +209,9 @@ def compare(runs: tuple[Run, ...]) -> Iterator[Comparison]:
         yield Comparison(run, state_nbytes(run), batch, run.predicted(machine))
 
 
-def draw_paper(curve: Sequence[Comparison], path: Path) -> None:
+def draw_paper(path: Path) -> None:
     """The predicted curve of figure 3 beside what was published, to ``path`` (PNG or SVG)."""
+    curve = list(compare(FIGURE_3))
     predicted = {float(c.run.ranks): c.prediction.tflops for c in curve}
     published = {float(c.run.ranks): c.run.tflops for c in curve if c.run.tflops is not None}
     base = curve[0]
@@ -231,8 +232,9 @@ def draw_paper(curve: Sequence[Comparison], path: Path) -> None:
     draw_lines(panels, path, title=title, x="GPUs", y=names, from_zero=["each GPU"])
 
 
-def paper_text(curve: Sequence[Comparison], others: Sequence[Comparison], efficiency: float) -> str:
+def paper_text() -> str:
     """The super-linear curve beside the published one, then the other runs; markdown."""
+    curve, efficiency = list(compare(FIGURE_3)), calibrated().matmul_efficiency
     first, last = curve[0], curve[-1]
 
     def faster(found: Comparison) -> float:
@@ -256,7 +258,7 @@ def paper_text(curve: Sequence[Comparison], others: Sequence[Comparison], effici
         },
     )
     more = table_of(
-        others,
+        compare(FIGURE_2),
         {
             "model": lambda found: found.run.name,
             "GPUs": lambda found: str(found.run.ranks),

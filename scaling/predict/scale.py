@@ -1,25 +1,17 @@
-"""A step at 400, 4,096 and 100,000 ranks, charged as before and as the code sends; the best layout of each machine.
-
-The charge of before knew no rounds and no host: a gather took a latency for each other node, or for each doubling where
-the nodes are a power of two, and a reduction one for each other node.
-"""
+"""A step at 400, 4,096 and 100,000 ranks, as the code sends; the best layout of each machine."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-from typing_extensions import override
 
 from hpczero.models.config import PRESETS
 from hpczero.planner.search import FoundLayout, describe_layout, search_layouts
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, predict
-from hpczero.predict.network import Cost, Network, RailTimes
-from scaling.evidence.spread import table
+from scaling.evidence.spread import table_of
 
 MODEL = "gpt-60b"
 RANKS = (400, 4096, 100_000)
@@ -30,45 +22,6 @@ MOST_HOST_S = {400: 0.5, 4096: 2.0}
 MOST_SHARE = {400: 0.05}
 
 
-class RailsBefore(RailTimes):
-    """Between nodes, as commit 9f3dc12 charged it."""
-
-    @override
-    def gather(self, nbytes: int) -> Cost:
-        nodes = self.nodes
-        power = nodes & (nodes - 1) == 0
-        return self._sent(int(math.log2(nodes)) if power else nodes - 1, nbytes)
-
-    @override
-    def reduce(self, shard_numel: int, itemsize: int, wire: int) -> Cost:
-        return self._sent(self.nodes - 1, shard_numel * wire)
-
-    def _sent(self, latencies: int, nbytes: int) -> Cost:
-        travel = (self.nodes - 1) * nbytes / self.machine.rail_rate
-        return Cost(latencies * self.machine.nic_latency + travel)
-
-
-class NetworkBefore(Network):
-    """The collectives, as commit 9f3dc12 charged them."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self._rails = RailsBefore(**vars(self._rails))
-
-
-@dataclass(frozen=True)
-class Case:
-    """One number of ranks."""
-
-    before: Prediction  # the same step by both charges
-    after: Prediction
-
-    @property
-    def share(self) -> float:
-        """The host's time of collectives over the time of forward and backward."""
-        return self.after.host_s / self.after.computing_s
-
-
 def of_size(machine: Machine, per_node: int) -> Machine:
     """The machine with another number of ranks on a node, each with its NIC."""
     if per_node == machine.ranks_per_node:
@@ -77,22 +30,26 @@ def of_size(machine: Machine, per_node: int) -> Machine:
     return dataclasses.replace(machine, ranks_per_node=per_node, nics=nics)
 
 
-def cases(ranks: Sequence[int] = RANKS, per_node: Sequence[int] = PER_NODE) -> Iterator[Case]:
-    """The steps of ``MODEL`` at stage 3, checkpointed, over all ranks."""
+def steps(ranks: Sequence[int] = RANKS, per_node: Sequence[int] = PER_NODE) -> Iterator[Prediction]:
+    """Those of ``MODEL`` at stage 3, checkpointed, over all ranks."""
     machine = load_machine(MACHINE)
-    for many in ranks:
-        for local in per_node:
-            job = Job.plain(
-                PRESETS[MODEL],
-                of_size(machine, local),
-                many,
-                3,
-                "bf16",
-                BATCH,
-                checkpointing=True,
-                transport="ipc",
-            )
-            yield Case(predict(job, network=NetworkBefore), predict(job))
+    for many, local in itertools.product(ranks, per_node):
+        job = Job.plain(
+            PRESETS[MODEL],
+            of_size(machine, local),
+            many,
+            3,
+            "bf16",
+            BATCH,
+            checkpointing=True,
+            transport="ipc",
+        )
+        yield predict(job)
+
+
+def _share(step: Prediction) -> float:
+    """The host's time of collectives over the time of forward and backward."""
+    return step.host_s / step.computing_s
 
 
 def best_layouts(machine: Machine, ranks: int) -> list[FoundLayout]:
@@ -103,43 +60,41 @@ def best_layouts(machine: Machine, ranks: int) -> list[FoundLayout]:
     )
 
 
-def charges_text(found: Sequence[Case]) -> str:
-    """The steps by both charges, and what the host takes of them."""
-    header = ["ranks, on a node", "messages", "launches", "before: step, s", "exposed", "MFU"]
-    header += ["now: step, s", "exposed", "MFU", "host, s", "host / compute"]
-    rows = []
-    for case in found:
-        before, after = case.before, case.after
-        shown = [
-            f"{after.job.ranks:,}, {after.job.shards.local}",
-            f"{after.messages:,}",
-            f"{after.launches:,}",
-        ]
-        for step in (before, after):
-            exposed = f"{step.communication_s / step.step_s:.0%}"
-            shown += [f"{step.step_s:.2f}", exposed, f"{step.mfu:.0%}"]
-        rows.append([*shown, f"{after.host_s:.2f}", f"{case.share:.1%}"])
+def charges_text(found: Sequence[Prediction]) -> str:
+    """The steps, and what the host takes of them."""
+    shown = table_of(
+        found,
+        {
+            "ranks, on a node": lambda step: f"{step.job.ranks:,}, {step.job.shards.local}",
+            "messages": lambda step: f"{step.messages:,}",
+            "launches": lambda step: f"{step.launches:,}",
+            "step, s": lambda step: f"{step.step_s:.2f}",
+            "exposed": lambda step: f"{step.communication_s / step.step_s:.0%}",
+            "MFU": lambda step: f"{step.mfu:.0%}",
+            "host, s": lambda step: f"{step.host_s:.2f}",
+            "host / compute": lambda step: f"{_share(step):.1%}",
+        },
+    )
     title = (
         f"{MODEL}, stage 3, {BATCH} x {PRESETS[MODEL].context} tokens a rank, bf16, checkpointed, on "
-        f"{load_machine(MACHINE).title}, at 16 on a node as if each GPU kept its NIC. A prediction, nothing was run. "
-        "Before: a latency for each other node. Now: rounds, messages and launches, and what they cost the host."
+        f"{load_machine(MACHINE).title}, at 16 on a node as if each GPU kept its NIC. A prediction, nothing was run: "
+        "rounds, messages and launches, and what they cost the host."
     )
-    return "\n".join([title, "", table(header, rows), *_judged(found)])
+    return "\n".join([title, "", shown, *_judged(found)])
 
 
-def _judged(found: Sequence[Case]) -> Iterator[str]:
+def _judged(found: Sequence[Prediction]) -> Iterator[str]:
     """Each goal, and whether it is met."""
-    for case in found:
-        ranks, local = case.after.job.ranks, case.after.job.shards.local
-        said = []
+    for step in found:
+        ranks, said = step.job.ranks, []
         if ranks in MOST_HOST_S:
-            good = "met" if case.after.host_s <= MOST_HOST_S[ranks] else "MISSED"
-            said.append(f"host {case.after.host_s:.2f} s, goal {MOST_HOST_S[ranks]:g} s: {good}")
+            good = "met" if step.host_s <= MOST_HOST_S[ranks] else "MISSED"
+            said.append(f"host {step.host_s:.2f} s, goal {MOST_HOST_S[ranks]:g} s: {good}")
         if ranks in MOST_SHARE:
-            good = "met" if case.share <= MOST_SHARE[ranks] else "MISSED"
-            said.append(f"{case.share:.1%} of compute, goal {MOST_SHARE[ranks]:.0%}: {good}")
+            good = "met" if _share(step) <= MOST_SHARE[ranks] else "MISSED"
+            said.append(f"{_share(step):.1%} of compute, goal {MOST_SHARE[ranks]:.0%}: {good}")
         if said:
-            yield f"- {ranks:,} ranks, {local} on a node: {'; '.join(said)}."
+            yield f"- {ranks:,} ranks, {step.job.shards.local} on a node: {'; '.join(said)}."
 
 
 def layouts_text(ranks: int) -> str:

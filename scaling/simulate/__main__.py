@@ -240,15 +240,7 @@ def text(rows: list[Row]) -> str:
     return "\n".join([title, "", shown, "", *notes])
 
 
-REPORT = Report(
-    "A step of many ranks, simulated",
-    text,
-    {
-        "job": "layout ranks ranks_per_node stage recorded calls step_s spent idle_s between_nbytes messages links "
-        "binds foretold_s foretold_compute_s took_s peak_nbytes",
-        "layout": "layout seconds step_s links binds",
-    },
-)
+REPORT = Report("A step of many ranks, simulated", text)
 
 if __name__ == "__main__":
     run(main)

@@ -15,17 +15,15 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import tyro
 
 from hpczero.errors import ConfigError, run
 from scaling.evidence.harness import (
+    OnNodes,
     Report,
     at_least,
     in_turns,
@@ -34,16 +32,8 @@ from scaling.evidence.harness import (
     placement,
     seconds,
 )
-from scaling.evidence.record import (
-    Row,
-    emulated,
-    head_of,
-    of_kind,
-    read_rows,
-    run_row,
-    where_and_when,
-)
-from scaling.evidence.spread import by_round, table
+from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
+from scaling.evidence.spread import table_of
 from scaling.layouts.cases import Case, Sizes, cases_on
 from scaling.simulate import __main__ as simulate
 
@@ -61,7 +51,7 @@ NEAR = 0.2
 
 
 @dataclass(frozen=True)
-class Options(Sizes):
+class Options(Sizes, OnNodes):
     """What to compare.
 
     Attributes:
@@ -70,11 +60,6 @@ class Options(Sizes):
         steps: of a turn.
         warm_up: steps of each layout before the first round.
         rate_mbit: what a node's link carries.
-        beside: rows that ``scaling.layouts`` has measured, to be taken instead of training here; then only they were
-            measured on the machine that they name.
-        emulated: the nodes are emulated on one machine: say so, and have all of them share its processors.
-        seed: of the order in the rounds.
-        results: folder of all machines' results; left out, scaling/results.
     """
 
     only: tuple[int, ...] = ()
@@ -82,20 +67,12 @@ class Options(Sizes):
     steps: int = 2
     warm_up: int = 2
     rate_mbit: float = 250.0
-    beside: str | None = None
-    emulated: tyro.conf.UseCounterAction[int] = 0  # a bare --emulated
-    seed: int = 0
-    results: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, rounds=1, steps=1, warm_up=1)
         if not 0 < self.rate_mbit < 1e9:
             raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected a number above 0")
-        if self.beside is not None and not Path(self.beside).is_file():
-            raise ConfigError(
-                f"--beside: got {self.beside!r}, expected a file of rows of scaling.layouts"
-            )
 
 
 def main() -> int:
@@ -103,12 +80,11 @@ def main() -> int:
     said = (
         "Measured steps of layouts beside simulated ones; start it under mpirun on emulated hosts."
     )
-    return on_ranks(options_of(Options, "simulate.check", said), _measured, REPORT)
+    return on_ranks(options_of(Options, "simulate.check", said), _name, compare, REPORT)
 
 
-def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
-    label = f"{placement(topology)}{'-emulated' if options.emulated else ''}"
-    return f"simulate-{label}-{options.rate_mbit:g}mbit", compare(topology, options)
+def _name(topology: Topology, options: Options) -> str:
+    return f"simulate-{placement(topology)}{options.suffix}-{options.rate_mbit:g}mbit"
 
 
 def compare(topology: Topology, options: Options) -> Iterator[Row]:
@@ -123,18 +99,13 @@ def compare(topology: Topology, options: Options) -> Iterator[Row]:
         cases = _cases(topology, options)
     yield run_row(
         options,
-        "rate_mbit rounds beside",
+        "rate_mbit rounds",
         ranks=topology.size,
         placement=placement(topology),
         emulated=bool(options.emulated),
         description=options.work.describe(),
     )
-    if options.beside is None:
-        seen = _seen(topology, cases, options)
-    else:
-        turns = read_rows(Path(options.beside))
-        seen = by_round(turns, "turn", itemgetter("layout"), itemgetter("seconds"))
-        cases = [case for case in cases if case.name in seen]
+    seen = _seen(topology, cases, options)
     small_s, latency_s, byte_s, inside = _probe(topology)
     network = Network(
         node_rate=inside,
@@ -163,7 +134,7 @@ def _cases(topology: Topology, options: Options) -> list[Case]:
             f"ranks lie on {topology.num_nodes} node; expected several: links between nodes are what is compared "
             "(python -m tests.cluster emulates them)"
         )
-    return cases_on(topology.world.nodes, options.work, options.only or None)
+    return cases_on(topology.world.nodes, options.work, options.only)
 
 
 def _seen(
@@ -172,8 +143,7 @@ def _seen(
     """Seconds of a step of each layout, by round."""
     from scaling.layouts.training import Training
 
-    nodes = [topology.world.nodes.index(node) for node in topology.world.nodes for _ in node]
-    trainings = {case.name: Training(topology, nodes, case, algorithms="default") for case in cases}
+    trainings = {case.name: Training(topology, case, algorithms="default") for case in cases}
     for training in trainings.values():
         training.steps(options.warm_up)
     program = "simulate.check" if topology.is_root else ""
@@ -251,33 +221,35 @@ def text(rows: list[Row]) -> str:
     if not any(of_kind(rows, "layout")):
         return simulate.text(rows)
     head = head_of(rows)
-    seen = f"{head['rounds']} rounds"
-    if head["beside"]:
-        seen = f"simulated here, seen by {Path(head['beside']).name} of {Path(head['beside']).parent.name}"
     title = (
         f"{emulated(head)}{head['description']}, {head['ranks']} ranks as {head['placement']}, links of "
-        f"{head['rate_mbit']:g} Mbit/s; {seen}. {where_and_when(head)}"
+        f"{head['rate_mbit']:g} Mbit/s; {head['rounds']} rounds. {where_and_when(head)}"
     )
-    header = ["layout", "seen, s", "simulated, s", "simulated / seen", "links carry, %", "binds"]
-    cells, near, layouts = [], 0, list(of_kind(rows, "layout"))
-    for row in layouts:
-        middle = median(row["seconds"])
-        near += abs(row["step_s"] / middle - 1) <= NEAR
-        cells.append(
-            [
-                row["layout"],
-                f"{middle:.3f} ({min(row['seconds']):.3f} to {max(row['seconds']):.3f})",
-                f"{row['step_s']:.3f}",
-                f"{row['step_s'] / middle:.2f}",
-                f"{100 * row['links']:.0f}",
-                row["binds"],
-            ]
-        )
-    said = f"{near} of {len(layouts)} within {NEAR:.0%}."
-    return "\n".join([title, "", table(header, cells), "", said])
+    layouts = list(of_kind(rows, "layout"))
+
+    def ratio(row: Row) -> float:
+        return float(row["step_s"] / median(row["seconds"]))
+
+    def seen(row: Row) -> str:
+        took = row["seconds"]
+        return f"{median(took):.3f} ({min(took):.3f} to {max(took):.3f})"
+
+    shown = table_of(
+        layouts,
+        {
+            "layout": lambda row: row["layout"],
+            "seen, s": seen,
+            "simulated, s": lambda row: f"{row['step_s']:.3f}",
+            "simulated / seen": lambda row: f"{ratio(row):.2f}",
+            "links carry, %": lambda row: f"{100 * row['links']:.0f}",
+            "binds": lambda row: row["binds"],
+        },
+    )
+    near = sum(abs(ratio(row) - 1) <= NEAR for row in layouts)
+    return "\n".join([title, "", shown, "", f"{near} of {len(layouts)} within {NEAR:.0%}."])
 
 
-REPORT = Report(simulate.REPORT.title, text, simulate.REPORT.needs)
+REPORT = Report(simulate.REPORT.title, text)
 
 if __name__ == "__main__":
     run(main)

@@ -7,14 +7,13 @@ of the host, and work is measured here.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
-from typing import Any
+from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,24 +22,22 @@ from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.comm import collectives, hierarchical, rails
 from hpczero.comm.devices import DirectReach, HostReach
-from hpczero.errors import HpcZeroError
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
 from hpczero.options.config import LayoutOptions
-from hpczero.parallel.pipeline.runner import Pipeline
-from hpczero.parallel.tensor import own_tokens
 from hpczero.parallel.tensor.split import SUMS
 from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.plan.precision import Precision
 from hpczero.plan.spread import Spread
 from hpczero.predict.machine import Kernels, Machine, Roofline
-from hpczero.run.evaluation import Passes, PipelinePasses, PlainPasses
+from hpczero.run.evaluation import Passes, PipelinePasses, passes_of
 from hpczero.run.starting.building import divide
 from hpczero.run.step import TrainingStep
+from scaling.contenders.training import random_samples
 from scaling.contenders.workload import LEARNING_RATE, SEED
+from scaling.hostcost.step import Absent, Elsewhere
 from scaling.simulate.programs import (
     Call,
-    Entry,
     Lanes,
     Origin,
     Places,
@@ -51,7 +48,6 @@ from scaling.simulate.programs import (
 )
 from scaling.simulate.recorder import CountingClock, Cuts, Fused, Operations, Recorder, ThreadClock
 from scaling.simulate.standins import (
-    Elsewhere,
     RecordedPath,
     RecordedReach,
     RecordedStageMessages,
@@ -60,7 +56,7 @@ from scaling.simulate.standins import (
     transport_of,
 )
 
-MEASURED_STEPS = 3  # of which each piece of work counts with its median
+MEASURED_STEPS = 3  # the one with the median work counts
 
 
 @dataclass(frozen=True)
@@ -108,9 +104,6 @@ def record(
         subject: what is trained, and how.
         rank: of the world.
         prepare: changes the model once it is zeroified, for tests of what goes wrong.
-
-    Raises:
-        HpcZeroError: steps that should be alike are not.
     """
     spread, machine = subject.spread, subject.machine
     with ExitStack() as stack:
@@ -121,7 +114,9 @@ def record(
             item = Precision.of(spread.precision).param_itemsize
             kernels = subject.kernels or Roofline(machine, spread.precision, item)
             clock, device = CountingClock(kernels, machine.memory_rate), Absent()
-            stack.enter_context(_counted_sums(clock))
+            for module in (collectives, hierarchical, rails):
+                stack.enter_context(patch.object(module, "tree_sum", partial(_count_sum, clock)))
+            stack.enter_context(patch.object(rails, "Blocks", Elsewhere))
             stack.enter_context(Fused(clock))
             stack.enter_context(Operations(clock))
         recorder = Recorder(clock)
@@ -141,7 +136,7 @@ def record(
         )
         topology.watchdog.stop()
         found = Recorded(
-            _program(rank, _median(cuts.lanes), recorder),
+            _program(rank, sorted(cuts.lanes, key=_seconds)[len(cuts.lanes) // 2], recorder),
             recorder.origins,
             cuts.flops,
             (traffic.nbytes, traffic.messages),
@@ -200,7 +195,7 @@ def _made(
         model,
         optimizer,
         passes=_passes(subject, adapter, model, recorder, device),
-        samples=partial(_samples, spread),
+        samples=lambda *step: random_samples((SEED, *step), spread.micro_batch, spread.model),
         accelerator=device,
         clip=1.0,
     )
@@ -210,38 +205,22 @@ def _made(
 def _passes(
     subject: Subject, adapter: GPTAdapter, model: nn.Module, recorder: Recorder, device: Accelerator
 ) -> Passes:
-    """As ``run.passes.passes_of``, with stand-ins for the other stages."""
+    """Those of training, with stand-ins for the other stages."""
     spread, state = subject.spread, hpczero.sharding(model)
-    own = partial(own_tokens, topology=state.topology)
-    if spread.mesh.pipeline == 1:
-        return PlainPasses(
-            model,
-            loss=adapter.loss,
-            accumulation=spread.accumulation,
-            accelerator=device,
-            own=own,
+    mesh, accumulation = spread.mesh, spread.accumulation
+    passes = passes_of(
+        subject.options, adapter, model, accumulation=accumulation, accelerator=device
+    )
+    if isinstance(passes, PipelinePasses):
+        tokens = spread.model.context // mesh.sequence
+        if spread.sequence_parallel:
+            tokens //= mesh.tensor
+        shape = (spread.micro_batch, tokens, spread.model.hidden)
+        form = torch.empty(shape, dtype=DTYPES[state.precision.param], device=device.device)
+        passes._pipeline.messages = RecordedStageMessages(
+            recorder, state.topology.pipeline, chunks=spread.interleave, form=form
         )
-    pipeline = Pipeline(model, micro_batches=spread.accumulation, schedule=subject.options.order)
-    mesh = spread.mesh
-    tokens = spread.model.context // mesh.sequence
-    if spread.sequence_parallel:
-        tokens //= mesh.tensor
-    form = torch.empty(
-        (spread.micro_batch, tokens, spread.model.hidden),
-        dtype=DTYPES[state.precision.param],
-        device=device.device,
-    )
-    pipeline.messages = RecordedStageMessages(
-        recorder, state.topology.pipeline, chunks=spread.interleave, form=form
-    )
-    return PipelinePasses(pipeline, group=state.topology.pipeline, accelerator=device, own=own)
-
-
-def _samples(spread: Spread, number: int, micro: int) -> tuple[Any, Any]:  # Any: numpy arrays
-    draw = np.random.default_rng((SEED, number, micro))
-    shape = (spread.micro_batch, spread.model.context + 1)
-    tokens = draw.integers(0, spread.model.vocab_size, shape)
-    return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    return passes
 
 
 class Ones:
@@ -256,99 +235,27 @@ class Ones:
         values.fill_(1.0)
 
 
-class Absent(HostAccelerator):
-    """A device without memory, whose queue is always empty."""
-
-    is_host = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = torch.device("meta")
-
-    def bring(self, tensor: Tensor) -> Tensor:
-        """The form of it."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-@contextmanager
-def _counted_sums(clock: CountingClock) -> Iterator[None]:
-    """Context in which a sum of blocks costs what one kernel does that reads each block once."""
-
-    def counted(blocks: Sequence[Tensor], out: Tensor, **options: Any) -> None:
-        read = sum(block.numel() * block.element_size() for block in blocks)
-        clock.moved(read + out.numel() * out.element_size())
-
-    changed: list[tuple[Any, str, Any]] = [
-        (module, "tree_sum", counted) for module in (collectives, hierarchical, rails)
-    ]
-    changed.append((rails, "Blocks", Elsewhere))
-    before = [(module, name, vars(module)[name]) for module, name, _ in changed]
-    try:
-        for module, name, value in changed:
-            vars(module)[name] = value
-        yield
-    finally:
-        for module, name, value in before:
-            vars(module)[name] = value
+def _count_sum(
+    clock: CountingClock, blocks: Sequence[Tensor], out: Tensor, **options: object
+) -> None:
+    """A sum of blocks costs what one kernel does that reads each block once."""
+    clock.moved(sum(block.nbytes for block in blocks) + out.nbytes)
 
 
 def _program(rank: int, lanes: Lanes, recorder: Recorder) -> Program:
     """With the communicators that are used."""
-    used = set()
-    for entries in lanes.values():
-        for entry in entries:
-            if isinstance(entry, (Call, Send, Receive)):
-                used.add(entry.comm)
-            if isinstance(entry, Call) and entry.beside:
-                used.add(entry.beside)
-    comms = {name: ranks for name, ranks in recorder.comms.items() if name in used}
-    return Program(rank, lanes, comms)
+    used = set[str]()
+    for entry in itertools.chain(*lanes.values()):
+        if isinstance(entry, Call):
+            used |= {entry.comm, entry.beside}
+        elif isinstance(entry, (Send, Receive)):
+            used.add(entry.comm)
+    return Program(rank, lanes, {name: r for name, r in recorder.comms.items() if name in used})
 
 
-def _median(lanes: Sequence[Lanes]) -> Lanes:
-    """Entries of steps that are alike, with the median of each piece of work."""
-    if len(lanes) == 1:
-        return lanes[0]
-    found: dict[str, list[Entry]] = {}
-    for name in lanes[0]:
-        steps = [_pairs(each.get(name, ())) for each in lanes]
-        bare = [[_with_work(entry, Work()) for _, entry in step] for step in steps]
-        if any(other != bare[0] for other in bare) or any(
-            each.keys() != lanes[0].keys() for each in lanes
-        ):
-            raise HpcZeroError(
-                "steps of one rank made different calls, expected the same in each; record more warm-up steps"
-            )
-        found[name] = [each for pairs in zip(*steps, strict=True) for each in _middle(pairs)]
-    return found
-
-
-def _pairs(lane: Sequence[Entry]) -> list[tuple[Work, Entry | None]]:
-    """Each entry with the work before it; at the end the work after the last one."""
-    found: list[tuple[Work, Entry | None]] = []
-    before = Work()
-    for entry in lane:
-        if isinstance(entry, Work):
-            before += entry
-        else:
-            found.append((before, entry))
-            before = Work()
-    return [*found, (before, None)]
-
-
-def _middle(pairs: Sequence[tuple[Work, Entry | None]]) -> Iterator[Entry]:
-    """The median work before an entry, and the entry with the median of the work in it."""
-    work, (_, entry) = _median_work([before for before, _ in pairs]), pairs[0]
-    if work:
-        yield work
-    if entry is not None:
-        inside = [other.work for _, other in pairs if isinstance(other, Call)]
-        yield _with_work(entry, _median_work(inside)) if inside else entry
-
-
-def _median_work(works: Sequence[Work]) -> Work:
-    return Work(median(each.device_s for each in works), median(each.host_s for each in works))
-
-
-def _with_work(entry: Any, work: Work) -> Any:
-    return replace(entry, work=work) if isinstance(entry, Call) else entry
+def _seconds(lanes: Lanes) -> float:
+    """Work of one step."""
+    works = (
+        each.work if isinstance(each, Call) else each for each in itertools.chain(*lanes.values())
+    )
+    return sum(work.seconds for work in works if isinstance(work, Work))

@@ -391,7 +391,6 @@ class Outcome:
         step_s: from the first event to the last.
         spent: of each rank, seconds of its main lane by what it did or waited for.
         between_nbytes: of each rank, sent to other nodes.
-        inside_nbytes: of each rank, sent to or read by ranks of its node.
         messages: of each rank, to other nodes, as far as its own code sends them.
         links: share of the step in which a node's links between nodes carry anything, the most of all nodes.
         used: bytes that these links carried, of those they could have carried in the step.
@@ -400,7 +399,6 @@ class Outcome:
     step_s: float
     spent: list[dict[str, float]]
     between_nbytes: list[int]
-    inside_nbytes: list[int]
     messages: list[int]
     links: float
     used: float

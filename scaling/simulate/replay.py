@@ -289,7 +289,7 @@ class _Replay:
         self._counts: dict[tuple[int, str], int] = defaultdict(int)
         self._meetings: dict[tuple[str, tuple[int, ...], int], _Meeting] = {}
         self._mail: dict[tuple[str, int, int, int], _Mail] = defaultdict(_Mail)
-        self._between, self._inside, self._messages = ([0] * len(programs) for _ in range(3))
+        self._between, self._messages = [0] * len(programs), [0] * len(programs)
         for node in range(places.node(len(programs) - 1) + 1):
             for way in ("out", "in"):
                 links.add_part((way, node), network.nics * network.nic_rate)
@@ -316,7 +316,6 @@ class _Replay:
             step_s=step_s,
             spent=[dict(each[MAIN].spent) for each in self._lanes],
             between_nbytes=self._between,
-            inside_nbytes=self._inside,
             messages=self._messages,
             links=busy / step_s if step_s else 0.0,
             used=carried / room if step_s and room < math.inf else 0.0,
@@ -414,13 +413,9 @@ class _Replay:
         meeting = self._meetings.setdefault((call.comm, ranks, number), _Meeting(ranks))
         meeting.came.append((lane, call))
         lane.go(PEERS, self._links.now)
-        _, between, inside = self._parts(ranks)
+        _, between, _ = self._parts(ranks)
         self._between[rank] += call.sent * between
-        self._inside[rank] += call.sent * inside
         self._messages[rank] += call.messages
-        if call.beside:
-            peers = len(self._programs[rank].comms[call.beside]) - 1
-            self._inside[rank] += call.beside_sent * peers
         own = call.work.seconds + call.messages * network.message_s
         own += 2 * call.sent * between * network.byte_s
         if own:
@@ -510,11 +505,8 @@ class _Replay:
     def _send(self, lane: _Lane, entry: Send) -> bool:
         way, mail = self._way(lane, entry)
         mail.sent.append(entry)
-        far = self._places.node(way[1]) != self._places.node(way[2])
-        if far:
+        if self._places.node(way[1]) != self._places.node(way[2]):
             self._between[lane.rank] += entry.nbytes
-        else:
-            self._inside[lane.rank] += entry.nbytes
         if entry.nbytes <= self._network.eager_nbytes or mail.posted > 0:
             mail.posted -= 1
             self._leave(way, mail)

@@ -35,13 +35,14 @@ from hpczero.job.topology import Topology
 from hpczero.job.watchdog import Watchdog
 from hpczero.memory.buffers import Buffer, Memory, Use
 from hpczero.plan.footprint import IN_FLIGHT, Named
+from scaling.hostcost.step import Nobody
 from scaling.simulate.programs import Origin, Places, Post, Receive, Send, Work
 from scaling.simulate.recorder import Recorder
 
 KINDS = ("comm", "ordered", "node", "rail")
 
 
-class StandIn(MPI.Intracomm):
+class StandIn(Nobody):
     """A communicator of some world ranks, of which this process is one.
 
     Attributes:
@@ -53,23 +54,15 @@ class StandIn(MPI.Intracomm):
     recorder: Recorder
     name_of: str
     ranks: tuple[int, ...]
-    _rank: int
 
     def __new__(
         cls, recorder: Recorder, name: str, ranks: tuple[int, ...], me: int, origin: Origin
     ) -> StandIn:
         self = super().__new__(cls, MPI.COMM_SELF)
-        self.recorder, self.ranks, self._rank = recorder, ranks, ranks.index(me)
+        self.recorder, self.ranks = recorder, ranks
+        self._size, self._rank = len(ranks), ranks.index(me)
         self.name_of = recorder.new_name(name, ranks, origin)
         return self
-
-    @property
-    def size(self) -> int:  # type: ignore[override]  # MPI's is one to read too
-        return len(self.ranks)
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        return self._rank
 
     def Dup(self, info: Any = None) -> StandIn:
         origin = self.recorder.origins[self.name_of]
@@ -85,25 +78,6 @@ class StandIn(MPI.Intracomm):
 
     def Get_name(self) -> str:
         return self.name_of
-
-    # --- messages
-
-    def Isend(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
-        return super().Isend(buf, MPI.PROC_NULL, tag)
-
-    def Irecv(self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Request:
-        return super().Irecv(buf, MPI.PROC_NULL, tag)
-
-    def Send_init(self, buf: Any, dest: int, tag: int = 0) -> MPI.Prequest:
-        return super().Send_init(buf, MPI.PROC_NULL, tag)
-
-    def Recv_init(
-        self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
-    ) -> MPI.Prequest:
-        return super().Recv_init(buf, MPI.PROC_NULL, tag)
-
-    def Sendrecv(self, *args: Any, **others: Any) -> None:
-        """Nothing leaves and nothing comes."""
 
     def Iprobe(self, *args: Any, **others: Any) -> bool:
         return False
@@ -211,28 +185,6 @@ def topology_of(recorder: Recorder, places: Places, me: int) -> Topology:
 
 def _in_place(buffer: Any) -> bool:
     return buffer is MPI.IN_PLACE or (isinstance(buffer, int) and buffer == MPI.IN_PLACE)
-
-
-ADDRESS = 2**40
-
-
-class Elsewhere(Blocks):
-    """Blocks of tensors without memory, whose address is 0; MPI wants another one, of which it reads nothing."""
-
-    @classmethod
-    @override
-    def of(cls, tensor: Tensor, start: int, numel: int, stride: int, count: int) -> Blocks:
-        item = tensor.element_size()
-        return cls(tensor, start * item, numel * item, stride * item, count)
-
-    @override
-    def block(self, index: int) -> MPI.buffer:
-        return MPI.buffer.fromaddress(ADDRESS + self.start + index * self.stride, self.nbytes)
-
-    @override
-    def pieces(self, most_nbytes: int) -> Iterator[Blocks]:
-        for piece in super().pieces(most_nbytes):
-            yield Elsewhere(piece.tensor, piece.start, piece.nbytes, piece.stride, piece.count)
 
 
 class RecordedGather(Gather):

@@ -23,7 +23,7 @@ from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options.reading import parse_command_line
 from hpczero.options.values import Transport
 from scaling.evidence.harness import at_least, say
-from scaling.evidence.record import Recorder, Row, circumstances, commit, cores, names_code
+from scaling.evidence.record import Recorder, circumstances, commit, cores, names_code
 from scaling.sweep.jobs import (
     Setting,
     Slurm,
@@ -100,17 +100,10 @@ class Options:
     limit_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "models", "stages", "batches", "ranks_per_node"):
-            if getattr(self, name) == ():
-                raise ConfigError(f"--{name}: got nothing, expected at least one")
-        for name in ("ranks", "batches", "ranks_per_node"):
-            if min(getattr(self, name) or (1,)) < 1:
-                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected 1 or above")
-        at_least(self, steps=1, warm_up=1, threads=1, jobs=1, micro_batch=1)
-        if self.checkpoint_every < 0:
-            raise ConfigError(
-                f"--checkpoint_every: got {self.checkpoint_every}, expected 0 or above"
-            )
+        at_least(self, ranks=1, batches=1, ranks_per_node=1, steps=1, warm_up=1, threads=1, jobs=1)
+        at_least(self, micro_batch=1, checkpoint_every=0)
+        if not self.models or not self.stages:
+            raise ConfigError("--models and --stages: got nothing, expected at least one of each")
         if self.grow and self.kind != "weak":
             raise ConfigError(
                 f"--grow: a study of kind {self.kind} keeps the model; it goes with weak only"
@@ -163,27 +156,15 @@ def main() -> int:
         return collect(folder)
     points, now = options.points, commit()
     known = slurm_setting(for_sbatch) if options.by == "sbatch" else local_setting()
+    any_commit = bool(options.any_commit)
     # Code without a name: what was measured with it may have been measured with other code.
-    reusable = bool(options.any_commit) or names_code(now)
+    reusable = any_commit or names_code(now)
     left = [
-        p
-        for p in points
-        if not reusable
-        or folder.finished(p, now, known, any_commit=bool(options.any_commit))[0] is None
+        point
+        for point in points
+        if not reusable or folder.finished(point, now, known, any_commit=any_commit)[0] is None
     ]
-    folder.write_plan(plan_head(options, now, known), points)
-    say("sweep", f"{len(points)} points, {len(points) - len(left)} done already, commit {now}")
-    if options.by == "sbatch" and left:
-        submit(options, folder, left, Order(now, known), for_sbatch)
-        return 0
-    failed = measure(options, folder, left, Order(now, known))
-    code = collect(folder)
-    return 1 if failed else code
-
-
-def plan_head(options: Options, now: str, known: Setting) -> Row:
-    """What was asked for, but for the points: the first row of the records."""
-    return {
+    asked = {  # the first row of the records
         "study": options.kind,
         "grow": bool(options.grow),
         "definition": options.grid.definition,
@@ -192,8 +173,16 @@ def plan_head(options: Options, now: str, known: Setting) -> Row:
         "ranks_per_node": options.ranks_per_node,
         "asked_at": now,
         "setting": known,
-        "any_commit": bool(options.any_commit),
+        "any_commit": any_commit,
     }
+    folder.write_plan(asked, points)
+    say("sweep", f"{len(points)} points, {len(points) - len(left)} done already, commit {now}")
+    if options.by == "sbatch" and left:
+        submit(options, folder, left, Order(now, known), for_sbatch)
+        return 0
+    failed = measure(options, folder, left, Order(now, known))
+    code = collect(folder)
+    return 1 if failed else code
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The numbers of a scaling study: curves, speed-up, efficiency, and how sure they are.
 
 A step takes as long as its slowest rank. What a point takes is the median of its jobs, and of each job the median of
-its steps. Speed-up and efficiency are ratios of what two points take.
+its steps. Speed-up and efficiency are ratios of what two points take; at the base itself exactly 1.
 
 Steps of one job share its nodes, its placement and its neighbours, so a thousand steps of one job say nothing of
 another allocation. Where there are several jobs they are drawn first, and then steps within each that was drawn; the
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 
@@ -26,32 +26,11 @@ from scaling.evidence.host import BUSY_SHARE
 from scaling.evidence.record import Row, of_kind
 from scaling.evidence.spread import CONFIDENCE, Spread, interval_rank
 from scaling.predict.host import predict_on_host, transport_of
-from scaling.sweep.study import PLAIN, Point, nodes_of
+from scaling.sweep.study import PARTS, PLAIN, Point, nodes_of
 
-PARTS = ("compute", "communication", "optimizer", "data", "other")
 RESAMPLES = 2000
 
 Jobs = Sequence[Sequence[float]]  # of each job its steps
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio to the base; at the base itself exactly 1.
-
-    Attributes:
-        value: of the medians.
-        low, high: what surrounds it.
-        is_interval: whether they are a 95 % interval; else there were too few jobs, or steps, for one.
-    """
-
-    value: float
-    low: float
-    high: float
-    is_interval: bool = True
-
-    def times(self, factor: float) -> Ratio:
-        """The same, of a multiple."""
-        return Ratio(self.value * factor, self.low * factor, self.high * factor, self.is_interval)
 
 
 def spread_of_jobs(jobs: Jobs) -> Spread:
@@ -62,16 +41,16 @@ def spread_of_jobs(jobs: Jobs) -> Spread:
     if len(jobs) == 1:
         return Spread.of(jobs[0])
     low, high = _quantiles(_draw(jobs, np.random.default_rng(0)))
-    count = sum(len(steps) for steps in jobs)
-    return Spread(_middle(jobs), low, high, count, _are_enough(jobs))
+    return Spread(_middle(jobs), low, high, sum(map(len, jobs)), _are_enough(jobs))
 
 
-def ratio_of_jobs(numerator: Jobs, denominator: Jobs) -> Ratio:
+def ratio_of_jobs(numerator: Jobs, denominator: Jobs) -> Spread:
     """One median of jobs over another, with a percentile bootstrap."""
     draw = np.random.default_rng(0)
     low, high = _quantiles(_draw(numerator, draw) / _draw(denominator, draw))
     both = _are_enough(numerator) and _are_enough(denominator)
-    return Ratio(_middle(numerator) / _middle(denominator), low, high, both)
+    count = sum(map(len, numerator))
+    return Spread(_middle(numerator) / _middle(denominator), low, high, count, both)
 
 
 def _are_enough(jobs: Jobs) -> bool:
@@ -206,11 +185,11 @@ class Curve:
         """N0 itself: what does not fit on few ranks begins with more."""
         return self.base.point.ranks
 
-    def speed_up(self, measured: Measured) -> Ratio:
+    def speed_up(self, measured: Measured) -> Spread:
         """FLOP/s of all ranks over those of the base; for a fixed global batch that is T(N0) / T(N)."""
         found = ratio_of_jobs(self.base.jobs_ms, measured.jobs_ms)
         if measured is self.base:
-            return Ratio(1.0, 1.0, 1.0, found.is_interval)
+            return replace(found, median=1.0, low=1.0, high=1.0)
         return found.times(measured.flops / self.base.flops)
 
     def predicted_speed_up(self, measured: Measured) -> float | None:
@@ -220,7 +199,7 @@ class Curve:
             None if base is None or this is None else base / this * measured.flops / self.base.flops
         )
 
-    def efficiency(self, measured: Measured) -> Ratio:
+    def efficiency(self, measured: Measured) -> Spread:
         """The speed-up over the ideal one."""
         return self.speed_up(measured).times(self.base_ranks / measured.point.ranks)
 

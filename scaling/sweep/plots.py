@@ -10,11 +10,10 @@ from hpczero.errors import ConfigError
 from scaling.evidence.harness import Report
 from scaling.evidence.plot import COLOURS, distinct, new_figure
 from scaling.evidence.record import Row, head_of, of_kind
+from scaling.evidence.spread import Spread
 from scaling.sweep.curves import (
-    PARTS,
     Curve,
     Measured,
-    Ratio,
     busy,
     commits,
     computes_on,
@@ -22,8 +21,8 @@ from scaling.sweep.curves import (
     loss_difference,
     parity_groups,
 )
-from scaling.sweep.report import CHECKPOINT, MIB, bars_are_intervals, text
-from scaling.sweep.study import Point
+from scaling.sweep.report import MIB, bars_are_intervals, text
+from scaling.sweep.study import ALL_PARTS, Point
 
 if TYPE_CHECKING:  # see scaling.evidence.plot
     from matplotlib.axes import Axes
@@ -87,7 +86,7 @@ def breakdown_figure(rows: list[Row]) -> Figure:
     figure, (axes,) = _figure(rows, 1, width=12, height=2.2 + 0.36 * len(points))
     labels = [f"{curve.name}, {m.point.ranks} rank(s)" for curve, m in points]
     left = [0.0] * len(points)
-    for part, colour in zip((*PARTS, CHECKPOINT), COLOURS, strict=False):
+    for part, colour in zip(ALL_PARTS, COLOURS, strict=False):
         widths = [m.part_ms(part) for _, m in points]
         name = "exposed communication" if part == "communication" else part
         axes.barh(labels, widths, left=left, color=colour, label=name)
@@ -192,17 +191,19 @@ def _figure(
 def _with_bars(
     axes: Axes,
     curve: Curve,
-    ratios: Sequence[Ratio],
+    ratios: Sequence[Spread],
     shift: float,
     scale: float,
     style: dict[str, Any],
 ) -> None:
-    values = [ratio.value * scale for ratio in ratios]
-    below = [(ratio.value - ratio.low) * scale for ratio in ratios]
-    above = [(ratio.high - ratio.value) * scale for ratio in ratios]
+    scaled = [ratio.times(scale) for ratio in ratios]
+    values = [one.median for one in scaled]
+    below = [max(one.median - one.low, 0.0) for one in scaled]
+    above = [max(one.high - one.median, 0.0) for one in scaled]
     ranks = [m.point.ranks * shift for m in curve.points]
-    errors = [[max(x, 0.0) for x in side] for side in (below, above)]
-    axes.errorbar(ranks, values, yerr=errors, capsize=3, linewidth=1.4, markersize=5, **style)
+    axes.errorbar(
+        ranks, values, yerr=[below, above], capsize=3, linewidth=1.4, markersize=5, **style
+    )
 
 
 def _prediction(up: Axes, efficiency: Axes, curve: Curve, colour: str) -> None:
@@ -236,23 +237,23 @@ def _plain_numbers(axis: Axis) -> None:
     axis.set_major_formatter(ScalarFormatter())
 
 
+# Of a point, what text and figures read.
+NEEDS = (
+    "cpu cores commit date point versions mpi python kernel memory_gib threads placement hosts emulated oversubscribed "
+    "transport flops_per_token samples_ms losses pss_peak_nbytes pss_baseline_nbytes ledger_nbytes planned "
+    "foreign_share probe"
+)
+
+
 def is_point(row: Row) -> bool:
     """Whether a row is a point with at least one step, in all its parts."""
     try:
         Point.of_json(row["point"])
-        return all(row["samples_ms"][part] for part in (*PARTS, CHECKPOINT))
+        return row.keys() >= set(NEEDS.split()) and all(
+            row["samples_ms"][part] for part in ALL_PARTS
+        )
     except (ConfigError, KeyError, TypeError):
         return False
 
 
-REPORT = Report(
-    "Weak and strong scaling",
-    text,
-    {
-        "run": "study grow definition points_asked points_done malformed steps warm_up",
-        "point": "cpu cores commit date point versions mpi python kernel memory_gib threads placement hosts emulated "
-        "oversubscribed transport flops_per_token samples_ms losses pss_peak_nbytes pss_baseline_nbytes ledger_nbytes "
-        "planned foreign_share probe",
-    },
-    draw,
-)
+REPORT = Report("Weak and strong scaling", text, draw)

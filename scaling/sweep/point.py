@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import ConfigError, run
 from scaling.evidence.host import Host, Share, cpus, foreign_share, numbers, oversubscribed
-from scaling.evidence.record import UNKNOWN, Row, circumstances
-from scaling.sweep.study import Point
+from scaling.evidence.record import UNKNOWN, Row, circumstances, mpi_library
+from scaling.sweep.study import ALL_PARTS, Point
 
 if TYPE_CHECKING:
     from hpczero.accelerator import Accelerator
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 MEMORY_STEPS = 3  # after the timed ones, while a thread looks at the PSS
 NUM_TOKENS = 2**20
-PARTS = ("compute", "communication", "optimizer", "data", "other", "checkpoint")
 MEMORY = ("pss_peak_nbytes", "pss_baseline_nbytes", "ledger_nbytes", "device_peak_nbytes")
 
 
@@ -47,11 +46,16 @@ def main() -> int:
     from hpczero.accelerator import choose_accelerator
 
     accelerator = choose_accelerator(point.device)  # before MPI binds to a device
-    from hpczero.job.launch import start_topology
+    import torch
+
+    from hpczero.job.launch import start_topology, use_own_cores
     from hpczero.plan.degrees import mesh_on_nodes
 
     topology = start_topology(None, lambda nodes: mesh_on_nodes(point.layout, nodes))
-    use_threads(topology, point.threads)
+    if point.threads:
+        torch.set_num_threads(point.threads)
+    else:
+        use_own_cores(topology)
     with topology.agreed("check the ranks of the point"):
         if topology.size != point.ranks or topology.num_nodes != point.nodes:
             raise ConfigError(
@@ -67,18 +71,6 @@ def main() -> int:
     return 0
 
 
-def use_threads(topology: Topology, threads: int) -> None:
-    """So many for this rank; 0: its share of the cores it may run on. Collective."""
-    import torch
-
-    from hpczero.job.launch import use_own_cores
-
-    if threads:
-        torch.set_num_threads(threads)
-    else:
-        use_own_cores(topology)
-
-
 def read_order(text: str) -> dict[str, Any]:  # Any: JSON
     """The point that the sweep asks for, its key, and what the sweep knows: commit and setting.
 
@@ -87,13 +79,8 @@ def read_order(text: str) -> dict[str, Any]:  # Any: JSON
     """
     try:
         order = json.loads(text)
-        return {
-            "key": str(order["key"]),
-            "commit": str(order.get("commit", UNKNOWN)),
-            "setting": dict(order.get("setting", {})),
-            "point": dict(order["point"]),
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return {name: order[name] for name in ("key", "commit", "setting", "point")}
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"got {text!r}, expected the JSON that scaling.sweep gives: {error!r}"
         ) from error
@@ -110,7 +97,6 @@ def write_row(row: Row, path: Path) -> None:
 def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
     """The row of ``point``; whole on rank 0. Collective."""
     import torch
-    from mpi4py import MPI
 
     import hpczero
     from hpczero.models import flops_per_token
@@ -147,8 +133,9 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
         described = sharding.collectives.describe()
         # For a prediction beside the measurement; it measures the host, which says nothing of a device.
         probed = probe(topology) if accelerator.is_host else None
+    trainer.close()
     mine = {
-        "samples": {part: [getattr(split, f"{part}_ms") for split in splits] for part in PARTS},
+        "samples": {part: [getattr(split, f"{part}_ms") for split in splits] for part in ALL_PARTS},
         "losses": losses,
         "pss_peak_nbytes": peak.nbytes,
         "pss_baseline_nbytes": baseline,
@@ -166,7 +153,7 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
         "device": " and ".join(sorted({rank["device"][0] for rank in ranks})),
         "device_name": " and ".join(sorted({rank["device"][1] for rank in ranks})),
         "point": point.as_json(),
-        "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
+        "mpi": mpi_library(),
         "slurm_job": os.environ.get("SLURM_JOB_ID", ""),
         "placement": placement(topology),
         "ranks_per_node": [len(node) for node in topology.world.nodes],
@@ -178,7 +165,7 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
         "threads": torch.get_num_threads(),
         "parameters": parameter_count(point.config),
         "flops_per_token": flops_per_token(point.config),
-        "samples_ms": {part: _by_step(ranks, part) for part in PARTS},
+        "samples_ms": {part: _by_step(ranks, part) for part in ALL_PARTS},
         "losses": [
             math.fsum(values) / len(values)
             for values in zip(*(rank["losses"] for rank in ranks), strict=True)
@@ -195,7 +182,7 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
 
 
 class Trainer:
-    """The model, its data and its steps; everything is given back when ``stack`` is left without an error."""
+    """The model, its data and its steps; ``close`` gives the model back, ``stack`` the folder of its checkpoints."""
 
     def __init__(
         self, topology: Topology, point: Point, stack: ExitStack, accelerator: Accelerator
@@ -221,13 +208,8 @@ class Trainer:
             precision=point.precision,
             transport=point.transport,
         )
-        self.model = self._training.model
-        stack.push(self._release)
+        self.model, self.close = self._training.model, self._training.close
         self._checkpoints = _checkpoints(self.model, topology, point, stack)
-
-    def _release(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # collective: after an error the other ranks may be elsewhere
-            self._training.close()
 
     def _samples(self, number: int, micro_step: int) -> tuple[Any, Any]:  # Any: numpy arrays
         data = self._topology.data

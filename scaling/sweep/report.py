@@ -11,13 +11,11 @@ from pathlib import Path
 from statistics import median
 
 from scaling.evidence.record import Row, head_of, of_kind
-from scaling.evidence.spread import CONFIDENCE, Spread, table_of
+from scaling.evidence.spread import CONFIDENCE, Spread, table_of, with_spread
 from scaling.sweep.curves import (
-    PARTS,
     RESAMPLES,
     Curve,
     Measured,
-    Ratio,
     busy,
     commits,
     computes_on,
@@ -26,9 +24,8 @@ from scaling.sweep.curves import (
     parity_groups,
     ratio_of_jobs,
 )
-from scaling.sweep.study import DEFAULT_STEPS, Point
+from scaling.sweep.study import ALL_PARTS, DEFAULT_STEPS, PARTS, Point
 
-CHECKPOINT = "checkpoint"
 MIB = 2**20
 MIXED = "Some curves mix machines or libraries, named with each"
 # Nats, of points that train on the same samples. fp32: the order of sums, as in `scaling.peers`. Half precision: each
@@ -147,15 +144,15 @@ def _mixture(curve: Curve) -> list[str]:
 def _scaling_table(curve: Curve) -> str:
     over = f"over {curve.base_ranks} rank{'s' if curve.base_ranks > 1 else ''}"
 
-    def ratio(of: Callable[[Measured], Ratio]) -> Callable[[Measured], str]:
-        return lambda m: "1" if m is curve.base else _with_ratio(of(m))
+    def ratio(of: Callable[[Measured], Spread]) -> Callable[[Measured], str]:
+        return lambda m: "1" if m is curve.base else _shown(of(m), 2)
 
     return table_of(
         curve.points,
         {
             "ranks": lambda m: str(m.point.ranks),
             "nodes": lambda m: str(m.point.nodes),
-            "step, ms": lambda m: _with_spread(m.step),
+            "step, ms": lambda m: _shown(m.step, 1),
             "predicted, ms": lambda m: "–" if m.predicted_ms is None else f"{m.predicted_ms:.1f}",
             f"speed-up {over}": ratio(curve.speed_up),
             f"efficiency {over}": ratio(curve.efficiency),
@@ -175,7 +172,7 @@ def _layouts_table(rows: list[Row]) -> str:
 
     def over_first(one: Measured) -> str:
         first = next(other for other in found if alike(other) == alike(one))
-        return "1" if one is first else _with_ratio(ratio_of_jobs(one.jobs_ms, first.jobs_ms))
+        return "1" if one is first else _shown(ratio_of_jobs(one.jobs_ms, first.jobs_ms), 2)
 
     def spread_over(point: Point) -> str:
         return f"{point.data} x {point.micro_batch} x {point.batch // point.micro_batch}"
@@ -188,7 +185,7 @@ def _layouts_table(rows: list[Row]) -> str:
             ),
             "nodes": lambda one: str(one.point.nodes),
             "data ranks x micro-batch x times": lambda one: spread_over(one.point),
-            "step, ms": lambda one: _with_spread(one.step),
+            "step, ms": lambda one: _shown(one.step, 1),
             "over the first": over_first,
             "ledger, MiB": lambda one: f"{one.worst('ledger_nbytes') / MIB:,.1f}",
         },
@@ -207,7 +204,7 @@ def _parts_table(curve: Curve) -> str:
         curve.points,
         {
             "ranks": lambda m: str(m.point.ranks),
-            **{f"{part}, ms": ms(part) for part in (*PARTS, CHECKPOINT)},
+            **{f"{part}, ms": ms(part) for part in ALL_PARTS},
             "exposed communication": exposed,
         },
     )
@@ -259,11 +256,10 @@ def _numbers(curve: Curve, m: Measured) -> dict[str, object]:
     """Of one point, by the name of the column."""
     point = m.point
 
-    def three(name: str, value: float, around: Spread | Ratio) -> dict[str, str]:
-        ends = {"": value, "_low": around.low, "_high": around.high}
+    def three(name: str, of: Spread) -> dict[str, str]:
+        ends = {"": of.median, "_low": of.low, "_high": of.high}
         return {f"{name}{end}": f"{number:.4f}" for end, number in ends.items()}
 
-    ups, efficiency = curve.speed_up(m), curve.efficiency(m)
     return {
         "curve": curve.name,
         "model": point.model,
@@ -280,12 +276,12 @@ def _numbers(curve: Curve, m: Measured) -> dict[str, object]:
         "torch": _each(m, lambda row: row["versions"].get("torch", "")),
         "emulated": m.rows[0]["emulated"],
         "oversubscribed": m.rows[0]["oversubscribed"],
-        **three("step_ms", m.step.median, m.step),
+        **three("step_ms", m.step),
         "predicted_ms": "" if m.predicted_ms is None else f"{m.predicted_ms:.4f}",
-        **three("speed_up", ups.value, ups),
-        **three("efficiency", efficiency.value, efficiency),
+        **three("speed_up", curve.speed_up(m)),
+        **three("efficiency", curve.efficiency(m)),
         "tflops_per_rank": f"{m.tflops:.6f}",
-        **{f"{part}_ms": f"{m.part_ms(part):.4f}" for part in (*PARTS, CHECKPOINT)},
+        **{f"{part}_ms": f"{m.part_ms(part):.4f}" for part in ALL_PARTS},
         "planned_nbytes": m.planned_nbytes,
         "ledger_nbytes": int(m.worst("ledger_nbytes")),
         "pss_over_start_nbytes": int(m.pss_nbytes),
@@ -305,15 +301,9 @@ def write_tables(rows: list[Row], path: Path, said: str) -> None:
     path.with_suffix(".md").write_text(f"{said}\n", encoding="utf-8")
 
 
-def _with_spread(spread: Spread) -> str:
-    return _surrounded(spread.median, spread.low, spread.high, 1, spread.is_interval)
-
-
-def _with_ratio(ratio: Ratio) -> str:
-    return _surrounded(ratio.value, ratio.low, ratio.high, 2, ratio.is_interval)
-
-
-def _surrounded(value: float, low: float, high: float, digits: int, is_interval: bool) -> str:
+def _shown(spread: Spread, digits: int) -> str:
     """``value [low, high]`` for an interval, ``value (low to high)`` for a range that is none."""
-    middle, left, right = (f"{x:.{digits}f}" for x in (value, low, high))
-    return f"{middle} [{left}, {right}]" if is_interval else f"{middle} ({left} to {right})"
+    if spread.is_interval:
+        return with_spread(spread, digits)
+    middle, low, high = (f"{x:.{digits}f}" for x in (spread.median, spread.low, spread.high))
+    return f"{middle} ({low} to {high})"

@@ -32,6 +32,8 @@ DEFINITIONS = {
     "layouts": "Layouts: fixed model, global batch and number of ranks; each layout over the first one, T / T(first).",
 }
 PLAIN = LayoutOptions()
+PARTS = ("compute", "communication", "optimizer", "data", "other")  # of a step
+ALL_PARTS = (*PARTS, "checkpoint")
 FILLED = 2  # micro-batches of a pipeline for each stage, where the batch has so many
 DEFAULT_STEPS = 30  # after warm-up; Hoefler and Belli, SC15, and enough for a 95 % interval
 DEFAULT_BATCH = 4  # sequences of a rank in a weak study

@@ -12,13 +12,22 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hpczero.errors import ConfigError, run
+from hpczero.errors import run
 from scaling.contenders.workload import WORKLOADS, scratch
-from scaling.evidence.harness import Report, at_least, in_turns, on_ranks, options_of, seconds
+from scaling.evidence.harness import (
+    Common,
+    Report,
+    at_least,
+    in_turns,
+    on_ranks,
+    options_of,
+    seconds,
+)
 from scaling.evidence.plot import Bar, draw_bars
 from scaling.evidence.record import Row, head_of, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired_ratios, table, with_spread
@@ -40,7 +49,7 @@ TIMES = (
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """What to measure.
 
     Attributes:
@@ -51,8 +60,6 @@ class Options:
         window: MiB of a block of staging.
         buffers: blocks of each rank.
         fio_mib: MiB that each job of fio reads and writes; 0 leaves fio out.
-        seed: of the order in the rounds.
-        results: folder of all machines' results; left out, scaling/results.
     """
 
     folder: str | None = None
@@ -62,23 +69,20 @@ class Options:
     window: int = 32
     buffers: int = 6
     fio_mib: int = 512
-    seed: int = 0
-    results: str | None = None
 
     def __post_init__(self) -> None:
         at_least(self, rounds=1, window=1, buffers=3, ahead=0)
-        if self.folder is not None and not Path(self.folder).is_dir():
-            raise ConfigError(f"--folder: got {self.folder!r}, expected a folder on a disk")
+        scratch(self.folder)
 
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
     said = "Training from a disk beside the disk alone and fio, in one run; start it under mpirun or srun."
-    return on_ranks(options_of(Options, "tiers", said), _measured, REPORT)
+    return on_ranks(options_of(Options, "tiers", said), _name, measure, REPORT)
 
 
-def _measured(topology: Topology, options: Options) -> tuple[str, Iterator[Row]]:
-    return f"tiers-{options.workload}-{topology.size}", measure(topology, options)
+def _name(topology: Topology, options: Options) -> str:
+    return f"tiers-{options.workload}-{topology.size}"
 
 
 def calibrated(
@@ -95,10 +99,10 @@ def calibrated(
         pair.warm_up()
 
     def computing() -> float:
-        pair.disk_pass()
-        pair.disk_step()
-        took = clock(topology, pair.resident_pass)
-        pair.resident_step()
+        pair.take_pass("disk")
+        pair.take_step("disk")
+        took = clock(topology, partial(pair.take_pass, "memory"))
+        pair.take_step("memory")
         return took
 
     one = computing()
@@ -114,7 +118,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     from hpczero import Offload
     from scaling.tiers.cases import Engine, Fio, Pair
 
-    folder = scratch() if options.folder is None else Path(options.folder)
+    folder = scratch(options.folder)
     window, kept = options.window * 2**20, (options.buffers, options.ahead)
     everything = Offload("disk", "disk", "disk", folder, window, *kept)
     pair = Pair(topology, WORKLOADS[options.workload], everything)
@@ -131,26 +135,29 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         staging=f"{options.buffers} blocks of {options.window} MiB, {options.ahead} units ahead",
     )
     engine = Engine(topology, folder)
-    fio = Fio(topology, folder, options.fio_mib * 2**20) if options.fio_mib else None
-    groups = [
-        (("pass from disk", pair.disk_pass), ("step from disk", pair.disk_step)),
-        (("pass in memory", pair.resident_pass), ("step in memory", pair.resident_step)),
-        (("disk of a pass", pair.disk_of_a_pass),),
-        (("disk of a step", pair.disk_of_a_step),),
-        (("engine reads", engine.read),),
-        (("engine writes", engine.write),),
-        *(((("fio reads", fio.read),), (("fio writes", fio.write),)) if fio is not None else ()),
+    devices: dict[str, Engine | Fio] = {"engine": engine}
+    if options.fio_mib:
+        devices["fio"] = Fio(topology, folder, options.fio_mib * 2**20)
+    groups: list[dict[str, Callable[[], object]]] = [
+        {
+            f"{kind} {where}": partial(take, twin)
+            for kind, take in (("pass", pair.take_pass), ("step", pair.take_step))
+        }
+        for twin, where in (("disk", "from disk"), ("memory", "in memory"))
     ]
+    groups += [{"disk of a pass": pair.disk_of_a_pass}, {"disk of a step": pair.disk_of_a_step}]
+    for name, device in devices.items():
+        groups += [{f"{name} reads": device.read}, {f"{name} writes": device.write}]
     program = "tiers" if topology.is_root else ""
     order = random.Random(options.seed)
     for number, turn in in_turns(groups, options.rounds, order, program=program):
-        for name, call in (case for group in turn for case in group):
+        for name, call in (case for group in turn for case in group.items()):
             if name == "disk of a step":
                 pair.lay_gradients()
             before = pair.tier.traffic.total
             took = seconds(topology, call)
             moved = pair.tier.traffic.total - before
-            device = call.__self__
+            measured = devices.get(name.split()[0])
             yield {
                 "kind": "case",
                 "case": name,
@@ -158,7 +165,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
                 "seconds": took,
                 "waited_s": max(topology.gather(moved.waited_s)),
                 "nbytes": moved.read_nbytes + moved.written_nbytes,
-                **({"rate": device.rate} if isinstance(device, Engine | Fio) else {}),
+                **({"rate": measured.rate} if measured else {}),
             }
     engine.close()
     pair.close()
@@ -235,15 +242,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars({"seconds, all ranks at a time": bars}, path, title=title)
 
 
-REPORT = Report(
-    "Offload to host memory and disk",
-    text,
-    {
-        "run": "description ranks rounds tier staging",
-        "case": "case round seconds waited_s",
-    },
-    draw,
-)
+REPORT = Report("Offload to host memory and disk", text, draw)
 
 if __name__ == "__main__":
     run(main)

@@ -43,13 +43,11 @@ class Pair:
 
     def __init__(self, topology: Topology, workload: Workload, offload: Offload) -> None:
         self._workload, self._topology = workload, topology
-        self._away, self._away_optimizer = self._build(offload)
-        self._resident, self._resident_optimizer = self._build(None)
+        self._twins = {"disk": self._build(offload), "memory": self._build(None)}
         store = hpczero.sharding(self._away).away.store
         assert store is not None, "offload was asked for"
         self._blocks, self.tier = store.blocks, store.tier
-        self._losses: dict[str, list[float]] = {"disk": [], "memory": []}
-        self._taken = dict.fromkeys(self._losses, 0)
+        self._losses: dict[str, list[float]] = {name: [] for name in self._twins}
 
     def _build(self, offload: Offload | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = base.gpt(self._workload)
@@ -64,48 +62,37 @@ class Pair:
         )
         return model, optimizer
 
+    @property
+    def _away(self) -> nn.Module:
+        return self._twins["disk"][0]
+
+    @property
+    def _sized(self) -> Workload:
+        return dataclasses.replace(self._workload, sequences=self.sequences, context=self.context)
+
     def describe(self) -> str:
         """One line for headings; not collective."""
-        sized = dataclasses.replace(self._workload, sequences=self.sequences, context=self.context)
-        return sized.describe()
+        return self._sized.describe()
 
     def warm_up(self) -> None:
         """A pass and a step of both."""
-        self.disk_pass()
-        self.disk_step()
-        self.resident_pass()
-        self.resident_step()
+        for which in self._twins:
+            self.take_pass(which)
+            self.take_step(which)
 
-    def disk_pass(self) -> None:
-        """Forward and backward with parameters from the tier; gradients go there."""
-        self._pass("disk", self._away)
-
-    def resident_pass(self) -> None:
-        """The same in memory."""
-        self._pass("memory", self._resident)
-
-    def disk_step(self) -> None:
-        """The update, window by window. Raises HpcZeroError: losses so far are not those of memory, bit for bit."""
-        self._away_optimizer.step()
-        self._away_optimizer.zero_grad()
-        self._compare()
-
-    def resident_step(self) -> None:
-        """The same in memory."""
-        self._resident_optimizer.step()
-        self._resident_optimizer.zero_grad()
-        self._compare()
-
-    def _pass(self, which: str, model: nn.Module) -> None:
-        number = self._taken[which]
-        self._taken[which] += 1
-        sized = dataclasses.replace(self._workload, sequences=self.sequences, context=self.context)
-        tokens, targets = base.batch(sized, step=number, rank=self._topology.rank)
-        loss: Tensor = model(tokens, targets)
+    def take_pass(self, which: str) -> None:
+        """Forward and backward of the twin on ``disk`` or in ``memory``."""
+        losses = self._losses[which]
+        tokens, targets = base.batch(self._sized, step=len(losses), rank=self._topology.rank)
+        loss: Tensor = self._twins[which][0](tokens, targets)
         loss.backward()
-        self._losses[which].append(float(loss.item()))
+        losses.append(float(loss.item()))
 
-    def _compare(self) -> None:
+    def take_step(self, which: str) -> None:
+        """The update. Raises HpcZeroError: losses so far are not those of the other twin, bit for bit."""
+        _, optimizer = self._twins[which]
+        optimizer.step()
+        optimizer.zero_grad()
         pairs = list(zip(*self._losses.values(), strict=False))
         if any(disk != memory for disk, memory in pairs):
             raise HpcZeroError(
@@ -152,7 +139,7 @@ class Pair:
 
     def close(self) -> None:
         """Give everything back."""
-        for model in (self._away, self._resident):
+        for model, _ in self._twins.values():
             hpczero.release(model)
 
 

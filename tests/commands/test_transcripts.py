@@ -101,7 +101,7 @@ class Verdict:
 
 SMALL = "--train.steps 1 --model.layers 1 --model.context 32 --evaluation.batches 1"
 MAKE = f'ARGS="{SMALL}"'
-ONE_LAYOUT = "--only 0 --layers 1 --rounds 1 --steps 1 --warm_up 1 --nap_ms 0"
+ONE_LAYOUT = "--only 0 --layers 1 --rounds 1 --steps 1 --warm_up 1"
 STUDY = "--models tiny --stages 0 --batches 2 --steps 2 --warm_up 1"
 CLUSTER = "cluster|SLURM"
 BY_SBATCH = (

@@ -43,7 +43,7 @@ def test_an_interval_takes_six_jobs_or_six_steps_of_one() -> None:
 def test_the_ratio_of_equal_points_varies_as_their_jobs_do() -> None:
     calm, apart = shifted(0.0, 0.0, 0.0), shifted(-30.0, 0.0, 30.0)
     near, far = ratio_of_jobs(calm, calm), ratio_of_jobs(apart, apart)
-    assert near.value == far.value == 1.0
+    assert near.median == far.median == 1.0
     assert near.high - near.low < 0.01
     assert far.low < 0.8
     assert far.high > 1.25

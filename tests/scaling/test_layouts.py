@@ -15,7 +15,6 @@ from scaling.evidence.record import Row
 from scaling.evidence.spread import Spread
 from scaling.layouts.__main__ import agreement, draw, text
 from scaling.layouts.cases import Case, Work, cases_of, cases_on, on_links
-from scaling.layouts.training import Order, orders_of
 from tests.helpers.mpirun import run_ranks
 
 MODEL = GPTConfig(vocab_size=64, context=8, layers=8, hidden=32, heads=4)
@@ -117,9 +116,7 @@ def test_pairs_in_the_same_order_are_counted_those_that_are_told_apart_too() -> 
         "b": Spread.of([1.05, 1.2]),
         "c": Spread.of([3.0, 3.1]),
     }
-    found = agreement({"a": 2.0, "b": 1.0, "c": 4.0}, seen)
-    assert (found.pairs, found.alike, found.clear, found.clear_alike) == (3, 2, 2, 2)
-    assert found.tau == pytest.approx(1 / 3)
+    assert agreement({"a": 2.0, "b": 1.0, "c": 4.0}, seen) == (3, 2, 2, 2)
 
 
 def test_layouts_for_four_nodes_of_two_send_what_their_formulas_say() -> None:
@@ -163,8 +160,8 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
 @pytest.mark.parametrize(
     ("nodes", "only", "says"),
     [
-        ([(0, 1), (2,)], None, "ranks lie as .*expected as many on every node"),
-        ([(0, 2), (1, 3)], None, "ranks lie as .*one node after the other"),
+        ([(0, 1), (2,)], [], "ranks lie as .*expected as many on every node"),
+        ([(0, 2), (1, 3)], [], "ranks lie as .*one node after the other"),
         (
             [(0,), (1,)],
             [0, 2],
@@ -174,7 +171,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
     ids=["uneven", "dealt out", "no such layout"],
 )
 def test_nodes_and_numbers_without_layouts_are_refused(
-    nodes: list[tuple[int, ...]], only: list[int] | None, says: str
+    nodes: list[tuple[int, ...]], only: list[int], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         cases_on(nodes, WORK, only)
@@ -182,9 +179,8 @@ def test_nodes_and_numbers_without_layouts_are_refused(
 
 def test_layouts_are_chosen_by_number_in_the_order_given() -> None:
     every, nodes = cases_of(WORK, 2, 2), [(0, 1), (2, 3)]
-    assert cases_on(nodes, WORK) == every
+    assert cases_on(nodes, WORK) == cases_on(nodes, WORK, []) == every
     assert cases_on(nodes, WORK, [3, 0]) == [every[3], every[0]]
-    assert cases_on(nodes, WORK, []) == []
 
 
 def test_a_link_is_shared_by_the_ranks_of_its_node() -> None:
@@ -195,19 +191,12 @@ def test_a_link_is_shared_by_the_ranks_of_its_node() -> None:
     assert on_links(machine, 0) is machine
 
 
-def test_pipelines_that_sleep_are_of_every_schedule() -> None:
-    found = orders_of(4, 8, 2**17)
-    assert {order.schedule for order in found} == {"gpipe", "1f1b", "interleaved"}
-    assert Order("interleaved", 8, 2).formula(4) == pytest.approx(3 / 16)
-    assert found[-1].rows * 4 * 16 == 2**17
-
-
 @pytest.mark.tool
 @pytest.mark.limit(300)
 def test_all_layouts_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> None:
     words = ["--layers", "2", "--hidden", "32", "--vocabulary", "64", "--context", "8"]
     words += ["--global_batch", "16", "--micro_batches", "4", "--rounds", "1", "--steps", "1"]
-    words += ["--warm_up", "2", "--nap_ms", "10", "--naps", "1", "--results", str(tmp_path)]
+    words += ["--warm_up", "2", "--results", str(tmp_path)]
     done = run_ranks(
         4, ["-m", "scaling.layouts", *words], timeout=280, env={"HPCZERO_FAKE_NODES": "2x2"}
     )
@@ -218,15 +207,4 @@ def test_all_layouts_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> Non
     assert len({row["layout"] for row in turns}) == len(turns) == 7
     assert all(row["seconds"] > 0 and row["sent_nbytes"] == [] for row in turns)
     assert all(row["foretold_s"] > 0 for row in found if row["kind"] == "layout")
-    idle = {row["pipeline"]: row for row in found if row["kind"] == "idle"}
-    assert idle["1f1b, 4 micro-batches"]["simulated"] == pytest.approx(1 / 4)
-    for name, row in idle.items():  # a stage sleeps 30 ms for each micro-batch
-        slept = 0.03 * int(name.split(", ")[1].split()[0])
-        assert min(rank["busy"] for rank in row["ranks"]) >= slept
-        assert all(rank["idle"] >= rank["waited"] >= 0 for rank in row["ranks"])
-        assert max(rank["waited"] for rank in row["ranks"]) > 0
-        # Whoever is late for a message, as on a machine that does other work, is busy and not idle meanwhile; both
-        # together, from before the first nap to after the last, no load makes shorter.
-        whole = [rank["busy"] + rank["idle"] for rank in row["ranks"] if rank["stage"] == 0]
-        assert min(whole) >= slept * (1 + row["formula"]) - 1e-6
     assert "Kendall's tau" in done.stdout

@@ -16,7 +16,7 @@ from hpczero.predict.job import Job
 from hpczero.predict.machine import FOLDER, Machine, Roofline, load_machine, machine_names
 from hpczero.predict.model import predict
 from hpczero.predict.network import Network
-from scaling.predict.fits import fit_of, largest_micro_batch, needed_nbytes
+from scaling.predict.__main__ import fit_of, largest_micro_batch, needed_nbytes
 from scaling.predict.paper import (
     ANCHOR_TFLOPS,
     FIGURE_2,

@@ -15,9 +15,8 @@ from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import Freedom, candidates
 from hpczero.planner.search import foretell_on, search
 from hpczero.predict.machine import load_machine
-from scaling.evidence.record import Row, unfinished
-from scaling.planner import __main__ as planner
-from scaling.planner.__main__ import draw, earlier_turns, key, picked, summary, text, verdicts
+from scaling.evidence.record import Row
+from scaling.planner.__main__ import draw, key, picked, summary, text, verdicts
 from scaling.planner.settings import Setting
 from tests.helpers.mpirun import run_ranks
 
@@ -73,22 +72,6 @@ def test_text_and_plot_have_every_setting(tmp_path: Path) -> None:
     assert "| 8 x 512 " in text(rows())
     draw(rows(), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-def test_settings_that_a_cut_run_has_measured_whole_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "planner-2.jsonl"
-    assert earlier_turns(path) == []
-    head, *turns = rows()
-    cut = [head, *turns, {"kind": "done", "setting": "8 x 512"}, {**turns[0], "setting": "other"}]
-    text_of = "".join(json.dumps(row) + "\n" for row in cut)
-    unfinished(path).write_text(text_of + '{"kind": "turn", "sett')
-    monkeypatch.setattr(planner, "commit", lambda: "abc")
-    kept = earlier_turns(path)
-    assert kept == [*turns, {"kind": "done", "setting": "8 x 512"}]
-    monkeypatch.setattr(planner, "commit", lambda: "def")
-    assert earlier_turns(path) == []
 
 
 def test_choice_runner_up_and_distinct_kinds_are_trained_and_nothing_far_slower() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
+from scaling import report
 from scaling.evidence.record import Row
-from scaling.report import __main__ as report
 from tests.helpers.mpirun import ROOT
 from tests.scaling.studies import rows
 
@@ -127,7 +127,7 @@ def test_reasons_why_files_are_left_out_are_told(
     told = capsys.readouterr().err
     assert "left out:" in told
     assert "got a file of 'weather'" in told
-    assert "peers-x.jsonl: has no finished measurement (0 row(s), 1 malformed" in told
+    assert "peers-x.jsonl: has no finished measurement (1 row(s), 0 malformed" in told
 
 
 @pytest.mark.parametrize(

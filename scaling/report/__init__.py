@@ -1,1 +1,0 @@
-"""All results as text and figures: ``python -m scaling.report``."""
