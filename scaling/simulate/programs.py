@@ -11,7 +11,7 @@ is found by the replay.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import zip_longest
@@ -240,9 +240,7 @@ def expanded(
     return found
 
 
-Members = tuple[str, tuple[int, ...]]
 Way = tuple[str, int, int, int]  # communicator, source, target, tag
-Signature = tuple[str, str, str, int]
 
 
 class OrderError(HpcZeroError):
@@ -263,43 +261,20 @@ def check(programs: Sequence[Program]) -> None:
 
 
 def _check_calls(programs: Sequence[Program]) -> None:
-    calls = _Calls()
-    groups: dict[Members, set[Hashable]] = {}
+    by_comm: dict[int, dict[str, list[Call]]] = {}  # of lanes, which ranks may share
     for program in programs:
-        for name, ranks in program.comms.items():
-            if len(ranks) > 1:
-                kinds = groups.setdefault((name, ranks), set())
-                kinds.add(calls.kind(program, name))
-    for (name, ranks), kinds in groups.items():
-        if len(kinds) > 1:
-            raise _difference(name, ranks, [calls.of(programs[rank], name) for rank in ranks])
-    _check_members(programs)
-
-
-class _Calls:
-    """Calls of each rank by communicator; those of lanes that ranks share are collected once."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, dict[str, tuple[Call, ...]]] = {}
-        self._numbers: dict[tuple[Signature, ...], int] = {}
-        self._kinds: dict[tuple[int, str], int] = {}
-
-    def of(self, program: Program, comm: str) -> tuple[Call, ...]:
-        key = id(program.lanes)
-        if key not in self._found:
-            found: dict[str, list[Call]] = defaultdict(list)
+        if id(program.lanes) not in by_comm:
+            found = by_comm[id(program.lanes)] = defaultdict[str, list[Call]](list)
             for call in program.calls:
                 found[call.comm].append(call)
-            self._found[key] = {name: tuple(calls) for name, calls in found.items()}
-        return self._found[key].get(comm, ())
-
-    def kind(self, program: Program, comm: str) -> int:
-        """A number that is equal for equal sequences."""
-        key = id(program.lanes), comm
-        if key not in self._kinds:
-            sequence = tuple(call.signature for call in self.of(program, comm))
-            self._kinds[key] = self._numbers.setdefault(sequence, len(self._numbers))
-        return self._kinds[key]
+    groups = dict.fromkeys(group for program in programs for group in program.comms.items())
+    for name, ranks in groups:
+        calls = [by_comm[id(programs[rank].lanes)][name] for rank in ranks]
+        distinct = {id(each): [call.signature for call in each] for each in calls}
+        first, *others = distinct.values()
+        if any(other != first for other in others):
+            raise _difference(name, ranks, calls)
+    _check_members(programs)
 
 
 def _difference(name: str, ranks: Sequence[int], calls: Sequence[Sequence[Call]]) -> OrderError:
@@ -363,11 +338,9 @@ def _ways(program: Program) -> Iterator[tuple[Send | Receive, Way]]:
 
 
 def _said(message: Send | Receive | None) -> str:
-    return (
-        "none"
-        if message is None
-        else f"{message.name} ({message.nbytes:,} bytes of {message.dtype})"
-    )
+    if message is None:
+        return "none"
+    return f"{message.name} ({message.nbytes:,} bytes of {message.dtype})"
 
 
 # What a lane does or waits for. Waiting of the main lane for another one counts as what that one does meanwhile.

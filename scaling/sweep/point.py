@@ -17,14 +17,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import ConfigError, run
 from scaling.evidence.host import Host, Share, cpus, foreign_share, numbers, oversubscribed
-from scaling.evidence.record import UNKNOWN, Row, circumstances, mpi_library
+from scaling.evidence.record import UNKNOWN, Recorder, Row, circumstances, mpi_library
 from scaling.sweep.study import ALL_PARTS, Point
 
 if TYPE_CHECKING:
@@ -66,7 +65,8 @@ def main() -> int:
     if topology.is_root:
         if row["commit"] == UNKNOWN:  # no git on this node; the one that submitted had it
             row["commit"] = order["commit"]
-        write_row({"kind": "point", **order, **row}, Path(sys.argv[2]))
+        with Recorder(Path(sys.argv[2])) as recorder:
+            recorder.write("point", {**order, **row})
     topology.free()
     return 0
 
@@ -84,14 +84,6 @@ def read_order(text: str) -> dict[str, Any]:  # Any: JSON
         raise ConfigError(
             f"got {text!r}, expected the JSON that scaling.sweep gives: {error!r}"
         ) from error
-
-
-def write_row(row: Row, path: Path) -> None:
-    """One line in a file that is there only when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    unfinished.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
@@ -135,7 +127,9 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
         probed = probe(topology) if accelerator.is_host else None
     trainer.close()
     mine = {
-        "samples": {part: [getattr(split, f"{part}_ms") for split in splits] for part in ALL_PARTS},
+        "samples": {
+            part: [round(getattr(split, f"{part}_ms"), 4) for split in splits] for part in ALL_PARTS
+        },
         "losses": losses,
         "pss_peak_nbytes": peak.nbytes,
         "pss_baseline_nbytes": baseline,
@@ -165,7 +159,10 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
         "threads": torch.get_num_threads(),
         "parameters": parameter_count(point.config),
         "flops_per_token": flops_per_token(point.config),
-        "samples_ms": {part: _by_step(ranks, part) for part in ALL_PARTS},
+        "samples_ms": {  # a list of all ranks for each step
+            part: list(map(list, zip(*(rank["samples"][part] for rank in ranks), strict=True)))
+            for part in ALL_PARTS
+        },
         "losses": [
             math.fsum(values) / len(values)
             for values in zip(*(rank["losses"] for rank in ranks), strict=True)
@@ -249,12 +246,6 @@ def _checkpoints(model: Any, topology: Topology, point: Point, stack: ExitStack)
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="point-"))
     folder = topology.broadcast_text(folder)
     return stack.enter_context(Checkpoints(Path(folder), model, keep=1))
-
-
-def _by_step(ranks: list[Row], part: str) -> list[list[float]]:
-    """Milliseconds, a list of all ranks for each step."""
-    steps: Iterator[tuple[float, ...]] = zip(*(r["samples"][part] for r in ranks), strict=True)
-    return [[round(value, 4) for value in step] for step in steps]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -44,7 +44,8 @@ def text(rows: list[Row]) -> str:
         parts += [
             f"**{curve.name}**",
             "",
-            *_mixture(curve),
+            *(f"- Mixed {name}: {' | '.join(values)}" for name, values in curve.mixed.items()),
+            *([""] if curve.mixed else []),
             *([] if layouts else [_scaling_table(curve)]),
             _parts_table(curve),
         ]
@@ -114,8 +115,9 @@ def conditions(rows: list[Row]) -> list[str]:
         )
     few = [row["point"]["steps"] for row in found if row["point"]["steps"] < DEFAULT_STEPS]
     if few:
+        numbers = ", ".join(map(str, sorted(set(few))))
         lines.append(
-            f"- **{len(few)} of {len(found)} jobs have only {each_number(few)} steps; a study wants {DEFAULT_STEPS} "
+            f"- **{len(few)} of {len(found)} jobs have only {numbers} steps; a study wants {DEFAULT_STEPS} "
             "or more.**"
         )
     if machines == 1 and any(row["point"]["ranks"] > 1 for row in found):
@@ -125,20 +127,9 @@ def conditions(rows: list[Row]) -> list[str]:
     return lines
 
 
-def each_number(values: Sequence[int]) -> str:
-    """The different ones, in order."""
-    return ", ".join(map(str, sorted(set(values))))
-
-
 def bars_are_intervals(rows: list[Row]) -> bool:
     """Whether everything in brackets, and every bar of a figure, is an interval."""
     return all(measured.step.is_interval for curve in curves(rows) for measured in curve.points)
-
-
-def _mixture(curve: Curve) -> list[str]:
-    """What the points of a curve should have in common and have not."""
-    lines = [f"- Mixed {name}: {' | '.join(values)}" for name, values in curve.mixed.items()]
-    return [*lines, ""] if lines else []
 
 
 def _scaling_table(curve: Curve) -> str:

@@ -1,26 +1,63 @@
-"""Rows of a study, made by hand."""
+"""Rows made by hand, and what tests of measurements share."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from scaling.evidence.record import Row
+from scaling.evidence.record import Row, read_rows
 from scaling.sweep.study import Grid
+from tests.helpers.mpirun import run_ranks
 
 MIB = 2**20
 KINDS = ("norm", "gelu", "add", "fork", "bias", "copy", "loss")
-PROBE: dict[str, Any] = {
-    "products": {"64": 1e10, "1024": 5e10},
-    "elements": {f"{kind}/{way}": 1e-9 for kind in KINDS for way in ("forward", "backward")},
-    "attention": [2e10, 1e10],
-    "update": 1e-9,
-    "sums": [1e-9, 1e-9],
-    "memory_rate": 1e10,
-    "dispatch": 1e-6,
-    "exchange": 5e9,
-    "wait": 1e-5,
-}
 PARTS = ("compute", "communication", "optimizer", "data", "other", "checkpoint")
+
+
+def probe(slower: float = 1.0, *, alone: bool = False) -> Row:
+    """What one rank measures that computes 1e9 / ``slower`` FLOP/s at side 64 and four times that from 256 on."""
+    return {
+        "products": {"64": 1e9 / slower, "256": 4e9 / slower, "1024": 4e9 / slower},
+        "elements": {
+            f"{kind}/{way}": 1e-9 * slower for kind in KINDS for way in ("forward", "backward")
+        },
+        "attention": [2e9 / slower, 1e9 / slower],
+        "update": 3e-9 * slower,
+        "sums": [1e-9 * slower, 2e-9 * slower],
+        "memory_rate": 1e12 / slower,
+        "dispatch": 1e-6 * slower,
+        "exchange": None if alone else 5e9 / slower,
+        "wait": None if alone else 1e-5 * slower,
+    }
+
+
+def head(**others: object) -> Row:
+    """The first row of a record."""
+    where = {"machine": "a machine", "cpu": "a CPU", "cores": 2, "load": 0.25}
+    when = {"commit": "abc", "date": "2026-01-01", "versions": {"torch": "2"}}
+    return {"kind": "run", **where, **when, **others}
+
+
+def cells(said: str, begins: str) -> list[str]:
+    """Of the first line of a table whose first cell begins so."""
+    line = next(line for line in said.splitlines() if line.startswith(f"| {begins}"))
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def check_drawn(draw: Callable[[list[Row], Path], None], found: list[Row], folder: Path) -> None:
+    draw(found, folder / "plot.png")
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def measured(
+    ranks: int, words: str, folder: Path, name: str, *, env: Mapping[str, str] | None = None
+) -> tuple[list[Row], str]:
+    """Run ``python -m scaling.WORDS`` on so many ranks: the rows of the file ``name``, and what was printed."""
+    command = ["-m", *f"scaling.{words}".split(), "--results", str(folder / "results")]
+    done = run_ranks(ranks, command, timeout=280, env=env)
+    assert done.returncode == 0, done
+    (file,) = (folder / "results").rglob(f"{name}.jsonl")
+    return read_rows(file), done.stdout
 
 
 def rows(
@@ -85,7 +122,7 @@ def rows(
             "ledger_nbytes": [39 * MIB] * point.ranks,
             "planned": {"total": 40 * MIB},
             "foreign_share": 0.01,
-            "probe": [PROBE] * point.ranks,
+            "probe": [probe()] * point.ranks,
         }
         found.append(row | changes)
     return found

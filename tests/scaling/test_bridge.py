@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from scaling.bridge import draw, text
 from scaling.evidence.record import Row
-from tests.helpers.mpirun import run_ranks
+from tests.scaling.studies import cells, check_drawn, head, measured
 
 
 def rows() -> list[Row]:
-    head = {
-        "kind": "run",
-        "ranks": 2,
-        "placement": "1x2",
-        "rounds": 6,
-        "cores": 2,
-        "cpu": "a CPU",
-        "load": 0.5,
-        "machine": "a machine",
-        "commit": "abc",
-        "date": "today",
-    }
-    found: list[Row] = [head]
+    found = [head(ranks=2, placement="1x2", rounds=6)]
     for backend, seconds in (("gloo", 0.5), ("bridge", 0.1)):
         for number in range(6):
             took = seconds * (1 + number)
@@ -37,20 +24,13 @@ def rows() -> list[Row]:
 
 
 def test_text_compares_within_rounds(tmp_path: Path) -> None:
-    line = next(line for line in text(rows()).splitlines() if line.startswith("| all_gather"))
-    cells = [cell.strip() for cell in line.split("|")]
-    assert cells[-3:-1] == ["5.00 [5.00, 5.00]", "87.5 / 437.5"]
-    draw(rows(), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert cells(text(rows()), "all_gather")[-2:] == ["5.00 [5.00, 5.00]", "87.5 / 437.5"]
+    check_drawn(draw, rows(), tmp_path)
 
 
 @pytest.mark.tool
 def test_both_backends_make_all_calls_on_two_ranks(tmp_path: Path) -> None:
-    words = ["-m", "scaling.bridge", "--mib", "1", "--rounds", "1", "--warm_up", "1"]
-    done = run_ranks(2, [*words, "--results", str(tmp_path)], timeout=120)
-    assert done.returncode == 0, done
-    (file,) = tmp_path.rglob("bridge-1x2.jsonl")
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    found, said = measured(2, "bridge --mib 1 --rounds 1 --warm_up 1", tmp_path, "bridge-1x2")
     calls = [(row["verb"], row["backend"]) for row in found if row["kind"] == "call"]
     assert len(calls) == 2 * len(set(calls)) == 12, calls  # in two dtypes
-    assert "| all_reduce" in done.stdout
+    assert "| all_reduce" in said

@@ -12,6 +12,7 @@ from scaling.checkpoint.__main__ import draw, goals, holds, seconds, text
 from scaling.checkpoint.ways import forget
 from scaling.evidence.record import Row, read_rows
 from tests.helpers.mpirun import run_command
+from tests.scaling.studies import check_drawn, head
 
 SLOWER = (1.0, 3.0, 2.0, 10.0, 1.5, 1.0)
 SAVE_S = {"raw": 0.8, "posix": 0.9, "mpio": 1.25, "dcp": 1.0}
@@ -20,23 +21,18 @@ MIB = 2**20
 
 
 def rows(*, hold_s: float = 0.2) -> list[Row]:
-    head = {
-        "kind": "run",
-        "ranks": 2,
-        "rounds": len(SLOWER),
-        "cores": 2,
-        "cpu": "a CPU",
-        "commit": "abc",
-        "date": "today",
-        "description": "a model",
-        "filesystem": "ext4",
-        "state_nbytes": 200 * MIB,
-        "shard_nbytes": 100 * MIB,
-        "mpi_io": "^ompio",
-        "hdf5": "1",
-        "versions": {"torch": "2"},
-    }
-    found: list[Row] = [head]
+    found = [
+        head(
+            ranks=2,
+            rounds=len(SLOWER),
+            description="a model",
+            filesystem="ext4",
+            state_nbytes=200 * MIB,
+            shard_nbytes=100 * MIB,
+            mpi_io="^ompio",
+            hdf5="1",
+        )
+    ]
     for number, slower in enumerate(SLOWER):
         for way, save_s in SAVE_S.items():
             row = {"kind": "move", "way": way, "round": number}
@@ -59,9 +55,9 @@ def rows(*, hold_s: float = 0.2) -> list[Row]:
     return found
 
 
-def cells(said: str, name: str) -> list[list[str]]:
-    lines = [line for line in said.splitlines() if line.startswith(f"| {name}")]
-    return [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines]
+def lines(said: str, name: str) -> list[list[str]]:
+    found = [line for line in said.splitlines() if line.startswith(f"| {name}")]
+    return [[cell.strip() for cell in line.split("|")[2:-1]] for line in found]
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -71,13 +67,12 @@ def test_the_slowest_rank_counts() -> None:
 
 def test_speeds_are_compared_within_rounds(tmp_path: Path) -> None:
     said = text(rows())
-    save, load, _ = cells(said, "hpczero, posix")
+    save, load, _ = lines(said, "hpczero, posix")
     assert save[0] == "1575 [900, 9000]"
     assert save[2:] == ["0.89 [0.89, 0.89]", "1.11 [1.11, 1.11]"]
     assert load[2:] == ["0.40 [0.40, 0.40]", "2.00 [2.00, 2.00]"]
-    assert cells(said, "raw bytes")[0][2] == "1"
-    draw(rows(), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert lines(said, "raw bytes")[0][2] == "1"
+    check_drawn(draw, rows(), tmp_path)
 
 
 def test_what_a_save_in_the_background_costs_is_the_hold_and_the_longer_steps() -> None:
@@ -85,7 +80,7 @@ def test_what_a_save_in_the_background_costs_is_the_hold_and_the_longer_steps() 
     assert found["quiet"][0] == 1.0
     assert found["busy"][0] == pytest.approx(1.625)
     assert found["cost"][0] == pytest.approx(0.2 + 3.25 - 2.0)
-    assert cells(text(rows()), "hold / copy") == [["1.00 [1.00, 1.00]"]]
+    assert lines(text(rows()), "hold / copy") == [["1.00 [1.00, 1.00]"]]
 
 
 def test_goals_say_what_is_missed() -> None:

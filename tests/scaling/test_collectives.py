@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from scaling.collectives.__main__ import draw, groups, text
 from scaling.evidence.record import Row
-from tests.helpers.mpirun import run_alone, run_ranks
+from tests.helpers.mpirun import run_alone
+from tests.scaling.studies import cells, check_drawn, head, measured
 
 MIB = 2**20
 SLOWER = (1.0, 3.0, 2.0, 10.0, 1.5, 1.0, 4.0)  # how much the machine was slowed down in each round
@@ -17,21 +17,16 @@ TIMES = {"MPI library": 0.4, "flat, ring": 0.2, "window, auto": 0.11, "window, r
 
 
 def rows() -> list[Row]:
-    head = {
-        "kind": "run",
-        "ranks": 8,
-        "nodes": 4,
-        "placement": "4x2-block",
-        "emulated": True,
-        "nic_gbit": 1.0,
-        "rounds": len(SLOWER),
-        "cores": 2,
-        "cpu": "a CPU",
-        "commit": "abc",
-        "date": "today",
-        "mpi": "An MPI",
-        "selection": {"description": "all-gather ring"},
-    }
+    first = head(
+        ranks=8,
+        nodes=4,
+        placement="4x2-block",
+        emulated=True,
+        nic_gbit=1.0,
+        rounds=len(SLOWER),
+        mpi="An MPI",
+        selection={"description": "all-gather ring"},
+    )
     calls = [
         {
             "kind": "call",
@@ -45,7 +40,7 @@ def rows() -> list[Row]:
         for number, slower in enumerate(SLOWER)
         for name, seconds in TIMES.items()
     ]
-    return [head, *calls]
+    return [first, *calls]
 
 
 def test_ratios_are_formed_within_rounds_and_the_bound_is_what_must_enter_a_node() -> None:
@@ -63,8 +58,7 @@ def test_text_says_what_was_measured_and_that_it_is_emulated(tmp_path: Path) -> 
     assert said.startswith("emulated nodes on one machine (not scaling): 8 ranks as 4x2-block")
     assert "All-gather, 1 MiB of each rank; bound 50.3 ms" in said
     # 8 MiB in a median of 2 x 0.1 s; 7/8 of it over the bus; a bound of 50.3 ms
-    row = next(line for line in said.splitlines() if line.startswith("| window, ring"))
-    assert [cell.strip() for cell in row.split("|")[2:7]] == [
+    assert cells(said, "window, ring")[1:6] == [
         "200.0 [100.0, 1000.0]",
         "42",
         "37",
@@ -73,29 +67,21 @@ def test_text_says_what_was_measured_and_that_it_is_emulated(tmp_path: Path) -> 
     ]
     assert "All-gather of 1 MiB, automatic: 1.10 [1.10, 1.10] x the best two-level one" in said
     assert "0.55 [0.55, 0.55] x the best flat one (flat, ring)" in said
-    draw(rows(), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    check_drawn(draw, rows(), tmp_path)
 
 
 @pytest.mark.tool
 def test_every_algorithm_runs_between_two_nodes_of_two(tmp_path: Path) -> None:
-    sizes = ["--sizes", "4096", "--rounds", "1", "--results", str(tmp_path)]
-    done = run_ranks(
-        4,
-        ["-m", "scaling.collectives", *sizes],
-        timeout=120,
-        env={"HPCZERO_FAKE_NODES": "2x2", "XDG_CACHE_HOME": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    (file,) = tmp_path.rglob("collectives-2x2-block.jsonl")
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    env = {"HPCZERO_FAKE_NODES": "2x2", "XDG_CACHE_HOME": str(tmp_path)}
+    words = "collectives --sizes 4096 --rounds 1"
+    found, said = measured(4, words, tmp_path, "collectives-2x2-block", env=env)
     names = {row["mover"] for row in found if row["kind"] == "call"}
     flat = {"flat, library", "flat, ring", "flat, doubling", "flat, pairwise"}
     window = {"window, auto", "window, ring", "window, pairwise/256 KiB", "window, library/2 MiB"}
     assert flat | window | {"MPI library", "hierarchical"} <= names
     assert all(row["seconds"] > 0 for row in found if row["kind"] == "call")
-    assert "| MPI library" in done.stdout
-    assert file.with_suffix(".png").exists()
+    assert "| MPI library" in said
+    assert list(tmp_path.rglob("collectives-2x2-block.png"))
 
 
 @pytest.mark.tool

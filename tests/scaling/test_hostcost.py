@@ -17,6 +17,7 @@ from scaling.hostcost.__main__ import (
     seconds,
     text,
 )
+from tests.scaling.studies import head
 
 SMALL = Options(ranks=(48,), ranks_per_node=(8,))
 BLOCKS, BLOCK = (
@@ -90,20 +91,9 @@ def case(tree: str, ranks: int, kernels: int) -> Row:
 
 
 def test_the_report_charges_launches_and_names_both_checkouts() -> None:
-    head: Row = {
-        "kind": "run",
-        "model": "gpt-60b",
-        "precision": "bf16",
-        "kernel_us": 20.0,
-        "operation_us": 5.0,
-        "cpu": "a CPU",
-        "cores": 2,
-        "commit": "abc",
-        "against": "def",
-        "date": "2026-01-01",
-    }
-    rows = [head, case(THIS, 400, 500), case(OTHER, 400, 1_000_000)]
-    assert seconds(rows[1], head) == pytest.approx(0.25 + 0.5 + 0.125 + 0.01 + 0.015)
+    first = head(model="gpt-60b", precision="bf16", kernel_us=20.0, operation_us=5.0, against="def")
+    rows = [first, case(THIS, 400, 500), case(OTHER, 400, 1_000_000)]
+    assert seconds(rows[1], first) == pytest.approx(0.25 + 0.5 + 0.125 + 0.01 + 0.015)
     said = text(rows)
     assert "400 x 8, abc" in said
     assert "400 x 8, def" in said

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,29 +13,25 @@ from scaling.evidence.record import Row
 from scaling.evidence.spread import Spread
 from scaling.layouts.__main__ import agreement, draw, text
 from scaling.layouts.cases import Case, Work, cases_of, cases_on, on_links
-from tests.helpers.mpirun import run_ranks
+from tests.scaling.studies import cells, check_drawn, head, measured
 
 MODEL = GPTConfig(vocab_size=64, context=8, layers=8, hidden=32, heads=4)
 WORK = Work(MODEL, global_batch=32, micro_batches=8)
 
 
 def rows() -> list[Row]:
-    head = {
-        "kind": "run",
-        "ranks": 8,
-        "placement": "4x2-block",
-        "emulated": True,
-        "rate_mbit": 250.0,
-        "rounds": 2,
-        "steps": 1,
-        "tolerance": 1e-4,
-        "cores": 2,
-        "cpu": "a CPU",
-        "commit": "abc",
-        "date": "2026-01-01",
-        "description": "a model",
-    }
-    found: list[Row] = [head]
+    found = [
+        head(
+            ranks=8,
+            placement="4x2-block",
+            emulated=True,
+            rate_mbit=250.0,
+            rounds=2,
+            steps=1,
+            tolerance=1e-4,
+            description="a model",
+        )
+    ]
     for name, foretold in (("plain", 1.0), ("pipeline", 0.5)):
         found.append(
             {
@@ -78,12 +72,9 @@ def rows() -> list[Row]:
     return found
 
 
-def cells(said: str, begins: str) -> list[str]:
-    line = next(line for line in said.splitlines() if line.startswith(f"| {begins}"))
-    return [cell.strip() for cell in line.split("|")[1:-1]]
-
-
-def test_text_compares_with_the_first_layout_within_rounds_and_with_what_was_foretold() -> None:
+def test_text_compares_with_the_first_layout_within_rounds_and_with_what_was_foretold(
+    tmp_path: Path,
+) -> None:
     said = text(rows())
     assert said.startswith("emulated nodes on one machine (not scaling): a model, 8 ranks")
     assert cells(said, "plain")[1:4] == ["3.000 [2.000, 4.000]", "1", "1.000"]
@@ -91,6 +82,7 @@ def test_text_compares_with_the_first_layout_within_rounds_and_with_what_was_for
     assert found[2:5] == ["0.20 [0.20, 0.20]", "0.500", "0.83"]
     assert found[5:] == ["1.02", "1.00", "1.020", "0.200"]
     assert "1 of 1 pairs of layouts" in said
+    check_drawn(draw, rows(), tmp_path)
 
 
 def test_idle_time_is_that_of_all_ranks_over_their_busy_time() -> None:
@@ -103,11 +95,6 @@ def test_idle_time_is_that_of_all_ranks_over_their_busy_time() -> None:
         "1.25",
     ]
     assert "0 of 1 within 20% of the simulation" in said
-
-
-def test_plot_is_drawn(tmp_path: Path) -> None:
-    draw(rows(), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_pairs_in_the_same_order_are_counted_those_that_are_told_apart_too() -> None:
@@ -194,17 +181,12 @@ def test_a_link_is_shared_by_the_ranks_of_its_node() -> None:
 @pytest.mark.tool
 @pytest.mark.limit(300)
 def test_all_layouts_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> None:
-    words = ["--layers", "2", "--hidden", "32", "--vocabulary", "64", "--context", "8"]
-    words += ["--global_batch", "16", "--micro_batches", "4", "--rounds", "1", "--steps", "1"]
-    words += ["--warm_up", "2", "--results", str(tmp_path)]
-    done = run_ranks(
-        4, ["-m", "scaling.layouts", *words], timeout=280, env={"HPCZERO_FAKE_NODES": "2x2"}
-    )
-    assert done.returncode == 0, done
-    (file,) = tmp_path.rglob("layouts-2x2-block.jsonl")
-    found: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+    words = "layouts --layers 2 --hidden 32 --vocabulary 64 --context 8 --global_batch 16 "
+    words += "--micro_batches 4 --rounds 1 --steps 1 --warm_up 2"
+    env = {"HPCZERO_FAKE_NODES": "2x2"}
+    found, said = measured(4, words, tmp_path, "layouts-2x2-block", env=env)
     turns = [row for row in found if row["kind"] == "turn"]
     assert len({row["layout"] for row in turns}) == len(turns) == 7
     assert all(row["seconds"] > 0 and row["sent_nbytes"] == [] for row in turns)
     assert all(row["foretold_s"] > 0 for row in found if row["kind"] == "layout")
-    assert "Kendall's tau" in done.stdout
+    assert "Kendall's tau" in said

@@ -12,22 +12,12 @@ from scaling.evidence.record import Row, of_kind, read_rows
 from scaling.parallel import Options, apart, draw, matches_of, text
 from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import run_command
+from tests.scaling.studies import cells, check_drawn, head
 
 
 def rows() -> list[Row]:
     found: list[Row] = [
-        {
-            "kind": "run",
-            "ranks": 4,
-            "rounds": 2,
-            "precision": "fp32",
-            "tolerance": 1e-5,
-            "description": "a model",
-            "cores": 2,
-            "cpu": "a CPU",
-            "commit": "abc",
-            "date": "2026-01-01",
-        },
+        head(ranks=4, rounds=2, precision="fp32", tolerance=1e-5, description="a model"),
         {
             "kind": "match",
             "match": "tensor-4",
@@ -55,10 +45,9 @@ def rows() -> list[Row]:
     return found
 
 
-def test_ratio_is_formed_within_rounds_of_the_slowest_rank() -> None:
+def test_ratio_is_formed_within_rounds_of_the_slowest_rank(tmp_path: Path) -> None:
     said = text(rows())
-    line = next(line for line in said.splitlines() if line.startswith("| tensor-4"))
-    assert [cell.strip() for cell in line.split("|")[2:8]] == [
+    assert cells(said, "tensor-4")[1:] == [
         "1400.0 [700.0, 2100.0]",
         "2000.0 [1000.0, 3000.0]",
         "0.70 [0.70, 0.70]",
@@ -68,11 +57,7 @@ def test_ratio_is_formed_within_rounds_of_the_slowest_rank() -> None:
     ]
     assert "more ranks than cores" in said
     assert "Busy machine" not in said
-
-
-def test_plot_is_drawn(tmp_path: Path) -> None:
-    draw(rows(), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    check_drawn(draw, rows(), tmp_path)
 
 
 def test_both_sides_of_a_match_have_the_same_degrees_and_a_pipeline_a_sample_for_each_micro_batch() -> (

@@ -9,6 +9,7 @@ import pytest
 from scaling.evidence.record import Row
 from scaling.evidence.spread import table
 from scaling.peers import draw, summarise, text
+from tests.scaling.studies import cells, check_drawn, head
 
 MIB = 2**20
 SLOWER = (1.0, 3.0, 2.0, 10.0, 1.5, 1.0, 4.0)  # how much the machine was slowed down in each round
@@ -17,19 +18,7 @@ STEP_S = {"independent": 0.5, "hpczero-3": 0.6, "fsdp2": 1.2}
 
 def rows() -> list[Row]:
     names = {name: name.upper() for name in (*STEP_S, "zero-redundancy")}
-    head = {
-        "kind": "run",
-        "titles": names,
-        "description": "a model",
-        "ranks": 2,
-        "rounds": len(SLOWER),
-        "cores": 2,
-        "cpu": "a CPU",
-        "commit": "abc",
-        "date": "today",
-        "versions": {"torch": "1"},
-    }
-    found = [head]
+    found = [head(titles=names, description="a model", ranks=2, rounds=len(SLOWER))]
     for name in names:
         found.append(
             {
@@ -76,15 +65,10 @@ def test_contenders_that_never_shared_a_round_are_not_compared() -> None:
     assert "deepspeed-3" not in lines["hpczero-3"].ratios
 
 
-def test_text_shows_step_time_ratios_memory_and_disturbance() -> None:
+def test_text_shows_step_time_ratios_memory_and_disturbance(tmp_path: Path) -> None:
     said = text(rows())
-    lines = {
-        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
-        for line in said.splitlines()
-        if line.startswith("|")
-    }
-    assert lines["contender"][1:3] == ["/ floor", "/ FSDP2"]
-    assert lines["HPCZERO-3"] == [
+    assert cells(said, "contender")[2:4] == ["/ floor", "/ FSDP2"]
+    assert cells(said, "HPCZERO-3")[1:] == [
         "1200 [600, 6000]",
         "1.20 [1.20, 1.20]",
         "0.50 [0.50, 0.50]",
@@ -92,16 +76,12 @@ def test_text_shows_step_time_ratios_memory_and_disturbance() -> None:
         "110",
         "0.50",
     ]
-    assert lines["FSDP2"][2] == "1"
-    assert lines["ZERO-REDUNDANCY"][1:3] == ["–", "–"]
+    assert cells(said, "FSDP2")[3] == "1"
+    assert cells(said, "ZERO-REDUNDANCY")[2:4] == ["–", "–"]
     assert "other programs took 10.0% (median turn; at most 10.0%)" in said
     assert "95 % interval" in said
     assert "- FSDP2: how well" in said
-
-
-def test_plot_is_drawn(tmp_path: Path) -> None:
-    draw(rows(), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    check_drawn(draw, rows(), tmp_path)
 
 
 def test_table_is_aligned_markdown() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from pathlib import Path
 
@@ -18,22 +17,11 @@ from hpczero.predict.machine import load_machine
 from scaling.evidence.record import Row
 from scaling.planner.__main__ import draw, key, picked, summary, text, verdicts
 from scaling.planner.settings import Setting
-from tests.helpers.mpirun import run_ranks
+from tests.scaling.studies import check_drawn, head, measured
 
 
 def rows() -> list[Row]:
-    head = {
-        "kind": "run",
-        "cpu": "a CPU",
-        "cores": 2,
-        "machine": "a machine",
-        "commit": "abc",
-        "date": "2026-01-01",
-        "ranks": 2,
-        "rounds": 2,
-        "steps": 2,
-    }
-    found: list[Row] = [head]
+    found = [head(ranks=2, rounds=2, steps=2)]
     for turn, (fast, slow) in enumerate(((1.0, 1.1), (1.2, 1.5))):
         for candidate, seconds in (("stage 0", fast), ("stage 3", slow)):
             found.append(
@@ -70,8 +58,7 @@ def test_summary_counts_choices_near_the_fastest_and_times_near_those_seen() -> 
 
 def test_text_and_plot_have_every_setting(tmp_path: Path) -> None:
     assert "| 8 x 512 " in text(rows())
-    draw(rows(), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    check_drawn(draw, rows(), tmp_path)
 
 
 def test_choice_runner_up_and_distinct_kinds_are_trained_and_nothing_far_slower() -> None:
@@ -105,13 +92,9 @@ def test_choice_runner_up_and_distinct_kinds_are_trained_and_nothing_far_slower(
 
 @pytest.mark.tool
 def test_two_ranks_train_the_choice_and_others(tmp_path: Path) -> None:
-    words = ["--folder", str(tmp_path), "--only", "1", "--rounds", "1", "--steps", "1"]
-    words += ["--candidates", "2", "--results", str(tmp_path / "results")]
-    done = run_ranks(2, ["-m", "scaling.planner", *words], timeout=150)
-    assert done.returncode == 0, done
-    (file,) = (tmp_path / "results").rglob("planner-2.jsonl")
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    words = f"planner --folder {tmp_path} --only 1 --rounds 1 --steps 1 --candidates 2"
+    found, said = measured(2, words, tmp_path, "planner-2")
     turns = [row for row in found if row["kind"] == "turn"]
     assert sum(row["is_choice"] for row in turns) == 1
     assert all(row["seconds"] > 0 < row["foretold_s"] for row in turns)
-    assert "| 8 x 512, 2 x 128 tokens, room 0.5 " in done.stdout
+    assert "| 8 x 512, 2 x 128 tokens, room 0.5 " in said

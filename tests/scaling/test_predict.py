@@ -16,25 +16,7 @@ from scaling.evidence.record import ROOT, Row
 from scaling.predict.check import draw, text
 from scaling.predict.host import host_machine, predict_on_host
 from tests.helpers.mpirun import Finished, run_command
-
-KINDS = ("norm", "gelu", "add", "fork", "bias", "copy", "loss")
-
-
-def rank(slower: float = 1.0, *, alone: bool = True) -> Row:
-    """What one rank measures that computes 1e9 / ``slower`` FLOP/s at side 64 and four times that from 256 on."""
-    return {
-        "products": {"64": 1e9 / slower, "256": 4e9 / slower, "1024": 4e9 / slower},
-        "elements": {
-            f"{kind}/{way}": 1e-9 * slower for kind in KINDS for way in ("forward", "backward")
-        },
-        "attention": [2e9 / slower, 1e9 / slower],
-        "update": 3e-9 * slower,
-        "sums": [1e-9 * slower, 2e-9 * slower],
-        "memory_rate": 1e12 / slower,
-        "dispatch": 1e-6 * slower,
-        "exchange": None if alone else 5e9 / slower,
-        "wait": None if alone else 1e-5 * slower,
-    }
+from tests.scaling.studies import check_drawn, head, probe
 
 
 def predict(*arguments: str, timeout: float = 60) -> Finished:
@@ -50,7 +32,7 @@ def cells(said: str) -> list[list[str]]:
 
 
 def test_rates_of_products_are_interpolated_by_their_flops() -> None:
-    measured = MeasuredKernels.of_ranks([rank()])
+    measured = MeasuredKernels.of_ranks([probe(alone=True)])
 
     def rate(side: int) -> float:
         return 2 * side**3 / measured.matmul_s(side, side, side)
@@ -66,7 +48,7 @@ def test_rates_of_products_are_interpolated_by_their_flops() -> None:
 
 def test_products_of_few_tokens_are_as_slow_as_measured() -> None:
     thin = {"few": {"16": 1e8, "64": 2e8}, "inner": {"16": 5e7, "64": 1e8}}
-    measured = MeasuredKernels.of_ranks([{**rank(), **thin}])
+    measured = MeasuredKernels.of_ranks([{**probe(alone=True), **thin}])
 
     def rate(m: int, k: int, n: int) -> float:
         return 2 * m * k * n / measured.matmul_s(m, k, n)
@@ -78,7 +60,7 @@ def test_products_of_few_tokens_are_as_slow_as_measured() -> None:
 
 
 def test_ranks_are_averaged_in_seconds() -> None:
-    measured = MeasuredKernels.of_ranks([rank(1.0, alone=False), rank(3.0, alone=False)])
+    measured = MeasuredKernels.of_ranks([probe(1.0), probe(3.0)])
     assert measured.products["64"] == pytest.approx(1e9 / 2)
     assert measured.update_s(10) == pytest.approx(6e-8)
     assert measured.sum_s(1, 10) == pytest.approx(2e-8)
@@ -96,7 +78,7 @@ def test_a_step_of_measured_kernels_scales_with_them() -> None:
     found = [
         predict_on_host(
             WORKLOADS["gpt-8x512"].model,
-            MeasuredKernels.of_ranks([rank(slower)]),
+            MeasuredKernels.of_ranks([probe(slower, alone=True)]),
             ranks=1,
             stage=stage,
             micro_batch=4,
@@ -244,8 +226,7 @@ def test_help_loads_neither_torch_nor_mpi(command: str) -> None:
 
 
 def rows(ratios: tuple[float, ...]) -> list[Row]:
-    head = {"cores": 2, "cpu": "a CPU", "commit": "abc", "date": "today", "tolerance": 0.2}
-    found: list[Row] = [{"kind": "run", "rounds": len(ratios), "steps": 3, **head}]
+    found = [head(rounds=len(ratios), steps=3, tolerance=0.2)]
     for number, ratio in enumerate(ratios):
         for stage, factor in ((0, 1.0), (3, 1.3)):
             slow = 1.0 + number  # the machine becomes slower, and the probe sees it
@@ -288,5 +269,4 @@ def test_ratios_are_formed_within_a_turn_and_judged(tmp_path: Path) -> None:
         row["foreign_share"] = 0.4
     assert "Busy machine: 2 points had no quiet turn" in text(disturbed)
     assert "0 of 8 turns were quiet" in text(disturbed)
-    draw(rows((0.9, 1.1, 1.0)), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    check_drawn(draw, rows((0.9, 1.1, 1.0)), tmp_path)

@@ -33,14 +33,15 @@ def write(path: Path, found: list[Row], *lines: str) -> Path:
 def shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Report:
-    """Runs the command in a tree whose scaling/results is empty; returns what it printed."""
+    """Runs the command in a tree whose scaling/results is empty; returns what it printed, and what it left out."""
     monkeypatch.setattr(report, "HOME", tmp_path)
     (tmp_path / "scaling" / "results").mkdir(parents=True)
 
     def run_it(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
         assert report.main() == 0
-        return capsys.readouterr().out
+        told = capsys.readouterr()
+        return told.out + "".join(line for line in told.err.splitlines(True) if "left out" in line)
 
     return run_it
 
@@ -105,29 +106,17 @@ def test_files_that_cannot_be_reported_do_not_keep_the_others(
     senseless[1]["losses"] = 3
     write(results / "sweep-strong.jsonl", senseless)
     good = write(results / "sweep-weak.jsonl", rows())
-    assert shown().count("Strong scaling") == 1
+    said = shown()
+    assert said.count("Strong scaling") == 1
+    assert "left out:" in said
+    assert "got a file of 'weather'" in said
+    assert "peers-x.jsonl: has no finished measurement (1 row(s), 0 malformed" in said
     with pytest.raises(ConfigError, match="got a file of 'weather', expected bridge, checkpoint"):
         shown(results / "weather-today.jsonl", good)
     told = capsys.readouterr()
     assert "Strong scaling" in told.out  # of the file that was good
     with pytest.raises(ConfigError, match=r"sweep-strong.*holds values that cannot be reported"):
         shown(results / "sweep-strong.jsonl")
-
-
-def test_reasons_why_files_are_left_out_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = tmp_path / "scaling" / "results"
-    results.mkdir(parents=True)
-    monkeypatch.setattr(report, "HOME", tmp_path)
-    write(results / "weather-today.jsonl", GPU)
-    write(results / "peers-x.jsonl", [{"kind": "run"}])
-    monkeypatch.setattr(sys, "argv", ["report"])
-    assert report.main() == 0
-    told = capsys.readouterr().err
-    assert "left out:" in told
-    assert "got a file of 'weather'" in told
-    assert "peers-x.jsonl: has no finished measurement (1 row(s), 0 malformed" in told
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from hpczero.comm import Work as WorkOfComm
 from hpczero.errors import HpcZeroError
 from hpczero.models.config import GPTConfig, flops_per_token
 from hpczero.options.config import LayoutOptions
-from hpczero.plan.degrees import mesh_of
-from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.sent import sent_by
-from hpczero.plan.spread import Spread
 from hpczero.predict.machine import load_machine
+from scaling.contenders.training import PLAIN as PLAIN_LAYOUT
+from scaling.layouts.cases import spread_of
 from scaling.simulate.engine import Recorded, Subject, record
 from scaling.simulate.programs import (
     COMPUTE,
@@ -55,30 +54,14 @@ class NoClock:
 def subject_of(
     ranks: int,
     local: int,
-    options: LayoutOptions | None = None,
+    options: LayoutOptions = PLAIN_LAYOUT,
     *,
-    stage: int = 3,
-    precision: str = "bf16",
-    accumulation: int = 1,
     model: GPTConfig = MODEL,
+    **others: Any,
 ) -> Subject:
-    options = options or LayoutOptions()
-    spread = Spread(
-        model,
-        mesh_of(options, ranks, local),
-        local,
-        stage=stage,
-        precision=precision,
-        micro_batch=1,
-        accumulation=accumulation,
-        sequence_parallel=options.sequence,
-        secondary=options.secondary,
-        schedule=options.order,
-        interleave=options.interleave,
-    )
-    shards = spread.shards
-    transport = fastest_transport(shards.local, shards.nodes, on_host=False)
-    return Subject(dataclasses.replace(spread, transport=transport), options, MACHINE)
+    given = {"stage": 3, "precision": "bf16", "micro_batch": 1, **others}
+    spread = spread_of(model, options, ranks, local, on_host=False, **given)
+    return Subject(spread, options, MACHINE)
 
 
 # With the subject, so that its id stays its own.

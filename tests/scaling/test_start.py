@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from scaling.evidence.record import Row
+from scaling.evidence.record import Row, read_rows
 from scaling.start import HELP, OTHER, THIS, text
 from tests.commands.test_help import WITH_SUBCOMMANDS, commands, subcommands
 from tests.helpers.mpirun import ROOT, run_command
+from tests.scaling.studies import cells, head
 
 
 def rows() -> list[Row]:
-    head = {
-        "kind": "run",
-        "rounds": 3,
-        "cores": 2,
-        "cpu": "a CPU",
-        "load": 0.25,
-        "commit": "abc",
-        "date": "today",
-        "against": "elsewhere",
-    }
-    found: list[Row] = [head]
+    found = [head(rounds=3, against="elsewhere")]
     case = {"kind": "start", "group": "mistakes", "case": "no text", "ranks": 2, "code": 78}
     for number, slower in enumerate((1.0, 2.0, 10.0)):
         for tree, told in ((THIS, 0.5), (OTHER, 3.0)):
@@ -35,8 +25,7 @@ def rows() -> list[Row]:
 
 
 def test_text_compares_both_checkouts_within_rounds() -> None:
-    line = next(line for line in text(rows()).splitlines() if line.startswith("| no text: told"))
-    assert [cell.strip() for cell in line.split("|")[2:6]] == [
+    assert cells(text(rows()), "no text: told")[1:] == [
         "2",
         "1.00 [0.50, 5.00]",
         "6.00 [3.00, 30.00]",
@@ -53,21 +42,12 @@ def test_help_of_every_command_is_measured() -> None:
 
 @pytest.mark.tool
 def test_a_run_and_its_mistakes_are_timed(tmp_path: Path) -> None:
-    words = [
-        "--cases",
-        "run",
-        "mistakes",
-        "--ranks",
-        "1",
-        "--rounds",
-        "1",
-        "--results",
-        str(tmp_path),
-    ]
+    words = ["--cases", "run", "mistakes", "--ranks", "1", "--rounds", "1"]
+    words += ["--results", str(tmp_path)]
     done = run_command([sys.executable, "-m", "scaling.start", *words], 100, cwd=ROOT)
     assert done.returncode == 0, done
     (file,) = tmp_path.rglob("*.jsonl")
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    found = read_rows(file)
     by_case = {row["case"]: row for row in found if row["kind"] == "start"}
     ran = by_case.pop("run")
     assert 0 < ran["first_s"] < ran["header_s"] < ran["ended_s"]

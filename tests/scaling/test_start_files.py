@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
+from scaling.evidence.record import read_rows
 from scaling.start import Calls, counted, text, traced
 from tests.helpers.mpirun import ROOT, run_command
 from tests.scaling.test_start import rows
@@ -86,7 +86,7 @@ def test_a_run_of_two_ranks_is_counted_rank_by_rank(tmp_path: Path) -> None:
     done = run_command(line, 280, cwd=ROOT, fresh=True)  # its ranks have loaded nothing yet
     assert done.returncode == 0, done
     (file,) = tmp_path.rglob("*.jsonl")
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    found = read_rows(file)
     ranks = [row for row in found if row["kind"] == "files"]
     assert len(ranks) == 2
     for row in ranks:

@@ -22,7 +22,7 @@ from scaling.report import Section, page, read
 from scaling.sweep.curves import curves
 from scaling.sweep.plots import FIGURES, draw
 from scaling.sweep.report import as_csv, loss_parity, text
-from tests.scaling.studies import PARTS, PROBE, rows
+from tests.scaling.studies import PARTS, probe, rows
 
 
 def test_strong_efficiency_is_time_over_time_and_ranks() -> None:
@@ -81,18 +81,7 @@ def test_a_prediction_stands_beside_one_node_and_not_beside_several() -> None:
     assert curve.predicted_speed_up(curve.base) == 1.0
     # a machine twice as fast is predicted to take half the time
     for row in found[1:]:
-        row["probe"] = [
-            {
-                **PROBE,
-                "products": {side: 2 * rate for side, rate in PROBE["products"].items()},
-                "elements": {kind: s / 2 for kind, s in PROBE["elements"].items()},
-                "attention": [2 * rate for rate in PROBE["attention"]],
-                "memory_rate": 2 * PROBE["memory_rate"],
-                **{name: PROBE[name] / 2 for name in ("update", "dispatch", "wait")},
-                "sums": [s / 2 for s in PROBE["sums"]],
-                "exchange": 2 * PROBE["exchange"],
-            }
-        ]
+        row["probe"] = [probe(0.5)]
     (faster,) = curves(found)
     halved = [ms / 2 for ms in predicted if ms is not None]
     assert [m.predicted_ms for m in faster.points] == pytest.approx(halved)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,21 +9,10 @@ import pytest
 from scaling.evidence.record import Row
 from scaling.tiers.__main__ import draw, ratios, text
 from tests.helpers.mpirun import run_ranks
+from tests.scaling.studies import check_drawn, head, measured
 
 
 def rows() -> list[Row]:
-    head = {
-        "kind": "run",
-        "cpu": "a CPU",
-        "cores": 2,
-        "commit": "abc",
-        "date": "2026-01-01",
-        "description": "a model",
-        "ranks": 2,
-        "rounds": 2,
-        "tier": "file",
-        "staging": "6 blocks",
-    }
     seconds = {
         "pass from disk": 3.0,
         "pass in memory": 2.0,
@@ -33,7 +21,7 @@ def rows() -> list[Row]:
         "step in memory": 0.5,
         "disk of a step": 2.0,
     }
-    found: list[Row] = [head]
+    found = [head(description="a model", ranks=2, rounds=2, tier="file", staging="6 blocks")]
     for number, slower in enumerate((1.0, 4.0)):  # ratios are those of a round
         for name, took in seconds.items():
             waited = 0.05 if name == "pass from disk" else 0.0
@@ -60,25 +48,20 @@ def test_text_and_plot_have_every_case(tmp_path: Path) -> None:
     assert "| step from disk " in said
     assert "| engine reads / fio reads " in said
     assert "2,250 MB/s" in said or "2250 [900, 3600] MB/s" in said
-    draw(rows(), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    check_drawn(draw, rows(), tmp_path)
 
 
 @pytest.mark.tool
 def test_two_ranks_train_from_disk_and_in_memory_with_the_same_losses(tmp_path: Path) -> None:
-    words = ["--folder", str(tmp_path), "--workload", "tiny", "--rounds", "1", "--fio_mib", "0"]
-    words += ["--window", "1", "--results", str(tmp_path / "results")]
-    done = run_ranks(2, ["-m", "scaling.tiers", *words], timeout=150)
-    assert done.returncode == 0, done
-    (file,) = (tmp_path / "results").rglob("tiers-tiny-2.jsonl")
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    words = f"tiers --folder {tmp_path} --workload tiny --rounds 1 --fio_mib 0 --window 1"
+    found, said = measured(2, words, tmp_path, "tiers-tiny-2")
     cases = {row["case"]: row for row in found if row["kind"] == "case"}
     moved = {name: row["nbytes"] for name, row in cases.items()}
     assert moved["step from disk"] == moved["disk of a step"] > 0
     assert moved["pass from disk"] == moved["disk of a pass"] > 0
     assert moved["pass in memory"] == moved["step in memory"] == 0
-    assert "| engine writes" in done.stdout
-    assert "fio" not in done.stdout
+    assert "| engine writes" in said
+    assert "fio" not in said
 
 
 @pytest.mark.tool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,27 +9,23 @@ import pytest
 from scaling.evidence.harness import placement
 from scaling.evidence.record import Row
 from scaling.transports import draw, text
-from tests.helpers.mpirun import run_ranks
+from tests.scaling.studies import cells, check_drawn, head, measured
 
 SLOWER = (1.0, 3.0, 2.0, 10.0, 1.5, 1.0)
 
 
 def rows() -> list[Row]:
-    head = {
-        "kind": "run",
-        "ranks": 8,
-        "placement": "4x2-block",
-        "emulated": True,
-        "link": "1 Gbit/s",
-        "stage": 3,
-        "rounds": len(SLOWER),
-        "cores": 2,
-        "cpu": "a CPU",
-        "commit": "abc",
-        "date": "today",
-        "description": "a model",
-    }
-    found: list[Row] = [head]
+    found = [
+        head(
+            ranks=8,
+            placement="4x2-block",
+            emulated=True,
+            link="1 Gbit/s",
+            stage=3,
+            rounds=len(SLOWER),
+            description="a model",
+        )
+    ]
     for name, seconds in (("window", 0.5), ("flat", 1.0)):
         found.append({"kind": "transport", "transport": name, "description": f"{name}!"})
         for number, slower in enumerate(SLOWER):
@@ -42,39 +37,21 @@ def rows() -> list[Row]:
 def test_text_compares_with_flat_within_rounds(tmp_path: Path) -> None:
     said = text(rows())
     assert said.startswith("emulated nodes on one machine (not scaling): a model, stage 3, 8 ranks")
-    row = next(line for line in said.splitlines() if line.startswith("| window"))
-    assert [cell.strip() for cell in row.split("|")[2:4]] == [
+    assert cells(said, "window")[1:] == [
         "875 [500, 5000]",
         "2.00 [2.00, 2.00]",
     ]
     assert "- flat: flat!" in said
-    draw(rows(), tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    check_drawn(draw, rows(), tmp_path)
 
 
 @pytest.mark.tool
 def test_all_transports_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> None:
-    done = run_ranks(
-        4,
-        [
-            "-m",
-            "scaling.transports",
-            "--workload",
-            "tiny",
-            "--rounds",
-            "2",
-            "--results",
-            str(tmp_path),
-        ],
-        timeout=120,
-        env={"HPCZERO_FAKE_NODES": "2x2"},
-    )
-    assert done.returncode == 0, done.stderr
-    (file,) = tmp_path.rglob("transports-tiny-2x2-block.jsonl")
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    words, env = "transports --workload tiny --rounds 2", {"HPCZERO_FAKE_NODES": "2x2"}
+    found, said = measured(4, words, tmp_path, "transports-tiny-2x2-block", env=env)
     steps = [row["transport"] for row in found if row["kind"] == "step"]
     assert sorted(steps) == sorted(["flat", "hierarchical", "window", "window-inline"] * 2)
-    assert "| window" in done.stdout
+    assert "| window" in said
 
 
 class Nodes:
