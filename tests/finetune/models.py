@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+import hpczero
 from hpczero import finetune
 from hpczero.plan.layout import Codec
 from hpczero.zero.units.encoded import decode, encode
@@ -35,6 +37,21 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     tokens = tiny_tokens(rank + 100 * step)
     loss: Tensor = model(tokens, tokens)
     return loss
+
+
+def steps(model: nn.Module, optimizer: Any, rank: int, which: range) -> None:
+    """Of one rank, clipped."""
+    for step in which:
+        loss_of(model, rank, step).backward()
+        hpczero.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def off(found: Mapping[str, Tensor] | None, plain: nn.Module) -> float:
+    """Largest difference of a full state, which ranks other than 0 have not, from a model's own."""
+    expected = plain.state_dict()
+    return max([0.0, *(float((v - expected[n]).abs().max()) for n, v in (found or {}).items())])
 
 
 def plain_steps(

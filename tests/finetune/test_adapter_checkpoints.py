@@ -17,9 +17,9 @@ from hpczero import finetune
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.plan.offload import Offload
 from tests.checkpoint.programs import first_ranks
-from tests.finetune.models import adapted_gpt, loss_of, optimizer_of, plain_steps
+from tests.finetune.models import adapted_gpt, loss_of, off, optimizer_of, plain_steps
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all, zeroified
+from tests.helpers.small_models import raises_on_all, same, values, zeroified
 
 if TYPE_CHECKING:
     from hpczero import Topology
@@ -36,11 +36,6 @@ def step(model: nn.Module, optimizer: Any, topology: Topology, which: int, size:
     hpczero.clip_grad_norm_(model, 0.5)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def worst(found: dict[str, Any] | None, plain: nn.Module) -> float:
-    expected = plain.state_dict()
-    return max(((v - expected[n]).abs().max().item() for n, v in (found or {}).items()), default=0)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +76,7 @@ def test_a_run_goes_on_from_adapters_at_another_number_of_ranks_and_stage(
                 loaded = hpczero.checkpoint.load(folder, model).step
                 for which in range(2, 4):
                     step(model, optimizer, alone, which, comm.size)
-                apart = worst(hpczero.full_state_dict(model), plain)
+                apart = off(hpczero.full_state_dict(model), plain)
     # One rank sums the micro-batches in another order, and Adam's root makes more of a small gradient's last bit.
     parallel_assert(comm, loaded == 2 and apart <= 5e-6, f"step {loaded}, off by {apart}")
 
@@ -113,12 +108,9 @@ def test_another_base_or_other_trained_parameters_are_refused(
     model = adapted_gpt()
     change(model)
     with zeroified(model, optimizer_of(model), stage=0, topology=topology) as sharding:
-        before = [unit.gather_values() for unit in sharding.units]
-        raises_on_all(
-            comm, CheckpointMismatch, says, partial(hpczero.checkpoint.load, folder, model)
-        )
-        after = [unit.gather_values() for unit in sharding.units]
-        parallel_assert(comm, all(map(torch.equal, before, after)), "the model was changed")
+        before = values(sharding)
+        raises_on_all(comm, CheckpointMismatch, says, hpczero.checkpoint.load, folder, model)
+        parallel_assert(comm, same(values(sharding), before), "the model was changed")
 
 
 def test_a_base_that_was_rounded_for_training_is_the_same_base(
@@ -139,8 +131,8 @@ def test_what_would_lose_frozen_values_is_refused(
     with zeroified(model, optimizer_of(model), topology=topology):
         save = partial(hpczero.checkpoint.save, folder, model)
         save(step=1)
-        alone = partial(save, step=1, parameters="trained")
-        raises_on_all(comm, ConfigError, "holds frozen parameters too", alone)
+        said = "holds frozen parameters too"
+        raises_on_all(comm, ConfigError, said, save, step=1, parameters="trained")
         save(step=2, parameters="trained")
         with pytest.raises(ConfigError, match="parameters: got 'frozen'"):
             save(step=3, parameters="frozen")

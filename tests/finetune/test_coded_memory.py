@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero import finetune
-from tests.finetune.models import adapted_gpt, loss_of, optimizer_of, plain_steps, rounded
+from tests.finetune.models import (
+    adapted_gpt,
+    loss_of,
+    off,
+    optimizer_of,
+    plain_steps,
+    rounded,
+    steps,
+)
 from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import run_ranks
 from tests.helpers.parallel import parallel_assert
@@ -121,10 +129,10 @@ def test_no_order_of_blocks_holds_more_than_is_planned(
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4)
 @EVERYWHERE
 @CODECS
-def test_training_between_nodes_equals_one_process_whose_base_was_rounded_alike(
+def test_training_on_and_between_nodes_equals_one_process_whose_base_was_rounded_alike(
     comm: MPI.Intracomm, name: str, layout: str
 ) -> None:
     plain, model = rounded(adapted_gpt(), name), adapted_gpt()
@@ -133,15 +141,12 @@ def test_training_between_nodes_equals_one_process_whose_base_was_rounded_alike(
     with topology_of(comm, layout) as topology:
         options: dict[str, Any] = {"transport": LAYOUTS[layout][0], "quantize": name}
         with zeroified(model, optimizer, topology=topology, **options):
-            for step in range(4):
-                loss_of(model, comm.rank, step).backward()
-                hpczero.clip_grad_norm_(model, 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-            state = hpczero.full_state_dict(model) or {}
-    expected = plain.state_dict()
-    apart = max([0.0, *(float((v - expected[n]).abs().max()) for n, v in state.items())])
-    parallel_assert(comm, apart <= 2e-7, f"off by {apart}")
+            steps(model, optimizer, comm.rank, range(4))
+            apart = off(hpczero.full_state_dict(model), plain)
+    # torch takes the norm for clipping in fp32, hpczero rounds it once: one last bit of the factor.
+    parallel_assert(comm, apart <= (0.0 if comm.size == 2 else 2e-7), f"off by {apart}")
+    changed = off(plain.state_dict(), adapted_gpt())
+    parallel_assert(comm, changed > 1e-3, "rounding and training change nothing")
 
 
 @pytest.mark.fresh
@@ -152,9 +157,8 @@ def test_training_between_nodes_equals_one_process_whose_base_was_rounded_alike(
 def test_ranks_of_a_model_of_50_million_parameters_hold_what_is_planned(
     tmp_path: Path, transport: str
 ) -> None:
-    environment = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     command = ["-m", "tests.finetune.memory_program", str(tmp_path), transport]
-    finished = run_ranks(2, command, 500, env=environment)
+    finished = run_ranks(2, command, 500, env={"MALLOC_MMAP_THRESHOLD_": "65536"})
     assert finished.returncode == 0, str(finished)
     found = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
     assert len(found) == 2, str(finished)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import hpczero
@@ -16,8 +17,8 @@ from hpczero import finetune
 from hpczero.errors import CheckpointMismatch, ConfigError
 from tests.compat.architectures import ARCHITECTURES, VOCABULARY
 from tests.finetune.models import adapted_gpt, optimizer_of, rounded
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all, zeroified
+from tests.helpers.parallel import on_root, parallel_assert
+from tests.helpers.small_models import raises_on_all, sgd, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -86,6 +87,26 @@ def off(found: Any, expected: Any) -> float:
     return (logits[0] - logits[1]).abs().max().item()
 
 
+def loaded(folder: Path, kind: str, what: str) -> Any:
+    """What others make of the files: peft of an adapter, transformers of merged weights, which lack nothing."""
+    import peft
+    import transformers
+
+    if what == "adapter":
+        return peft.PeftModel.from_pretrained(base(kind), folder / what)
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    found, said = load(folder / what, output_loading_info=True)
+    assert not any(said.values()), said
+    return found
+
+
+def check(folder: Path, kind: str, plain: Any, *whats: str) -> None:
+    """Files have the logits of a model that one process has trained, which are not those of the base."""
+    apart = {what: off(loaded(folder, kind, what), plain) for what in whats}
+    assert max(apart.values()) <= 1e-6, f"{apart}"
+    assert off(base(kind), plain) > 1e-3, "nothing was trained"
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("adapted", [ours, pefts], ids=["ours", "peft"])
 def test_merged_weights_and_adapters_load_elsewhere(
@@ -99,10 +120,15 @@ def test_merged_weights_and_adapters_load_elsewhere(
         finetune.save_merged(model, folder / "merged")
         again = partial(finetune.save_merged, model, folder / "merged")
         raises_on_all(comm, ConfigError, "is there already", again)
-    wrong = ""
-    if comm.rank == 0:
-        wrong = what_is_wrong(trained_in_one_process(adapted(kind), comm.size), kind, folder)
-    parallel_assert(comm, not wrong, wrong)
+
+    def judge() -> None:
+        plain = trained_in_one_process(adapted(kind), comm.size)
+        check(folder, kind, plain, "merged", "adapter")
+        expected = 4 * sum(p.numel() for p in finetune.trained(plain))
+        nbytes = (folder / "adapter" / "adapter_model.safetensors").stat().st_size
+        assert expected <= nbytes <= expected + 8192
+
+    on_root(comm, judge)
 
 
 @pytest.mark.parametrize("adapted", [ours, pefts], ids=["ours", "peft"])
@@ -114,67 +140,38 @@ def test_a_base_of_codes_is_merged_as_it_was_trained(
     with zeroified(model, optimizer, topology=topology, quantize="nf4"):
         train(model, optimizer, comm.rank)
         finetune.save_merged(model, folder / "merged")
-    wrong = ""
-    if comm.rank == 0:
-        import transformers
 
+    def judge() -> None:
         place = "model.layers." if adapted is ours else "base_model.model.model.layers."
         plain = trained_in_one_process(rounded(adapted("llama"), "nf4", place), comm.size)
-        load: Any = transformers.AutoModelForCausalLM.from_pretrained
-        merged, said = load(folder / "merged", output_loading_info=True)
-        apart, changed = off(merged, plain), off(merged, base("llama"))
-        odd = {key: value for key, value in said.items() if value}
-        wrong = "" if apart <= 1e-6 and changed > 1e-3 and not odd else f"{apart}, {changed}, {odd}"
-    parallel_assert(comm, not wrong, wrong)
+        check(folder, "llama", plain, "merged")
 
-
-def what_is_wrong(plain: Any, kind: str, folder: Path) -> str:
-    import peft
-    import transformers
-
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    merged, said = load(folder / "merged", output_loading_info=True)
-    with_adapter = peft.PeftModel.from_pretrained(base(kind), folder / "adapter")
-    apart = {
-        "merged": off(merged, plain),
-        "adapter": off(with_adapter, plain),
-        "untrained": off(base(kind), plain),
-    }
-    elements = sum(p.numel() for p in finetune.trained(plain))
-    nbytes = (folder / "adapter" / "adapter_model.safetensors").stat().st_size
-    odd = {key: value for key, value in said.items() if value}
-    fine = apart["merged"] <= 1e-6 and apart["adapter"] <= 1e-6 and apart["untrained"] > 1e-3
-    fine = fine and not odd and 4 * elements <= nbytes <= 4 * elements + 8192
-    return "" if fine else f"{apart}, {odd}, {nbytes} bytes for {elements} elements"
+    on_root(comm, judge)
 
 
 def test_a_layer_that_trains_whole_goes_with_the_adapter(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:
     def build() -> Any:
-        model = finetune.lora(BUILD["bert-classifier"]().eval(), rank=2, targets=["query", "value"])
+        model = finetune.lora(base("bert-classifier"), rank=2, targets=["query", "value"])
         model.classifier.requires_grad_(True)
         return model
 
     model = build()
-    with zeroified(model, optimizer_of(model), topology=topology):
+    optimizer = optimizer_of(model)
+    with zeroified(model, optimizer, topology=topology):
         ids = tokens(comm.rank, 0)
         model(input_ids=ids, labels=ids[:, 0] % 2).loss.backward()
-        hpczero.sharding(model).optimizer.step()  # type: ignore[union-attr]
+        optimizer.step()
         finetune.save_adapter(model, folder / "adapter")
         state = hpczero.full_state_dict(model)
-    wrong = ""
-    if comm.rank == 0:
-        import peft
 
-        model = build()
-        model.load_state_dict(state)
-        found = peft.PeftModel.from_pretrained(
-            BUILD["bert-classifier"]().eval(), folder / "adapter"
-        )
-        apart = off(found, model)
-        wrong = "" if apart <= 1e-6 else f"off by {apart}"
-    parallel_assert(comm, not wrong, wrong)
+    def judge() -> None:
+        plain = build()
+        plain.load_state_dict(state)
+        assert off(loaded(folder, "bert-classifier", "adapter"), plain) <= 1e-6
+
+    on_root(comm, judge)
 
 
 def with_whole_modules(**options: Any) -> Any:
@@ -185,34 +182,6 @@ def with_whole_modules(**options: Any) -> Any:
         torch.manual_seed(3)
         config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **options)
         return peft.get_peft_model(base("llama"), config).eval()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("names", [["lm_head"], ["embed_tokens", "lm_head"]])
-def test_modules_that_peft_trains_whole_are_in_both_kinds_of_files(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, names: list[str]
-) -> None:
-    """``modules_to_save``, as peft itself adds for a classifier; peft asks such a module for its state dict."""
-    model = with_whole_modules(modules_to_save=names)
-    optimizer = optimizer_of(model)
-    with zeroified(model, optimizer, topology=topology, stage=stage):
-        train(model, optimizer, comm.rank)
-        finetune.save_adapter(model, folder / "adapter")
-        finetune.save_merged(model, folder / "merged")
-    wrong = ""
-    if comm.rank == 0:
-        import peft
-        import transformers
-
-        plain = trained_in_one_process(with_whole_modules(modules_to_save=names), comm.size)
-        load: Any = transformers.AutoModelForCausalLM.from_pretrained
-        again = [
-            load(folder / "merged"),
-            peft.PeftModel.from_pretrained(base("llama"), folder / "adapter"),
-        ]
-        apart = [off(found, plain) for found in again]
-        wrong = "" if max(apart) <= 1e-6 else f"off by {apart}"
-    parallel_assert(comm, not wrong, wrong)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -232,50 +201,64 @@ def of_peft(kind: str) -> Any:
     return peft.get_peft_model(base("llama"), getattr(peft, kind)(**KINDS[kind])).eval()
 
 
+ADAPTED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    **{kind: (partial(of_peft, kind), ("adapter",)) for kind in KINDS},
+    # As peft itself adds for a classifier; peft asks such a module for its state dict.
+    **{
+        " and ".join(names): (
+            partial(with_whole_modules, modules_to_save=names),
+            ("adapter", "merged"),
+        )
+        for names in (["lm_head"], ["embed_tokens", "lm_head"])
+    },
+}
+
+
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ADAPTED)
 def test_any_adapter_of_peft_is_saved_as_peft_loads_it(
     comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, kind: str
 ) -> None:
-    model = of_peft(kind)
+    make, whats = ADAPTED[kind]
+    model = make()
     optimizer = optimizer_of(model)
     with zeroified(model, optimizer, topology=topology, stage=stage):
         train(model, optimizer, comm.rank)
         finetune.save_adapter(model, folder / "adapter")
-    wrong = ""
-    if comm.rank == 0:
-        import peft
+        if "merged" in whats:
+            finetune.save_merged(model, folder / "merged")
 
-        plain = trained_in_one_process(of_peft(kind), comm.size)
-        apart = off(peft.PeftModel.from_pretrained(base("llama"), folder / "adapter"), plain)
-        wrong = "" if apart <= 1e-6 else f"off by {apart}"
-    parallel_assert(comm, not wrong, wrong)
+    def judge() -> None:
+        check(folder, "llama", trained_in_one_process(make(), comm.size), *whats)
 
-
-def test_what_peft_trains_beside_products_is_not_left_out_of_merged_weights(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    """Trained rows of the embedding are no product; without them the folder would load, with other outputs."""
-    model = with_whole_modules(trainable_token_indices=[1, 2])
-    with zeroified(model, optimizer_of(model), topology=topology):
-        merge = partial(finetune.save_merged, model, folder / "merged")
-        raises_on_all(comm, ConfigError, "merge with peft", merge)
-        parallel_assert(comm, not (folder / "merged").exists())
+    on_root(comm, judge)
 
 
-def test_a_product_beside_a_tied_weight_is_not_merged_by_half(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    """The file has such a weight once: without the product the head is wrong, with it the embedding."""
+def with_tied_head() -> Any:
     import peft
 
     plain = base("llama")
     plain.lm_head.weight = plain.model.embed_tokens.weight
-    config = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(plain, config)
+    options: Any = {"target_modules": ["lm_head", "q_proj"], "init_lora_weights": False}
+    return peft.get_peft_model(plain, peft.LoraConfig(r=2, **options))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        # Trained rows of the embedding are no product; without them the folder would load, with other outputs.
+        (partial(with_whole_modules, trainable_token_indices=[1, 2]), "merge with peft"),
+        # The file has such a weight once: without the product the head is wrong, with it the embedding.
+        (with_tied_head, "is that of .*embed_tokens"),
+    ],
+    ids=["rows", "a tied head"],
+)
+def test_what_merged_weights_would_leave_out_is_refused(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, make: Callable[[], Any], said: str
+) -> None:
+    model = make()
     with zeroified(model, optimizer_of(model), topology=topology):
-        merge = partial(finetune.save_merged, model, folder / "merged")
-        raises_on_all(comm, ConfigError, "is that of .*embed_tokens", merge)
+        raises_on_all(comm, ConfigError, said, finetune.save_merged, model, folder / "merged")
         parallel_assert(comm, not (folder / "merged").exists())
 
 
@@ -287,22 +270,18 @@ def test_dtype_names_and_kinds_that_cannot_be_are_refused_on_every_rank(
     model.get_parameter("blocks.0.mlp_norm.weight").data[1] = 7e4
     with zeroified(model, optimizer_of(model), topology=topology):
         save = partial(finetune.save_merged, model, folder / "merged")
-        raises_on_all(comm, ConfigError, "dtype: got 'int8'", partial(save, dtype="int8"))
-        alone = partial(finetune.save_adapter, model, folder / "adapter")
-        raises_on_all(comm, ConfigError, "'blocks.0.mlp_norm' trains in part", alone)
+        raises_on_all(comm, ConfigError, "dtype: got 'int8'", save, dtype="int8")
+        said, alone = "'blocks.0.mlp_norm' trains in part", finetune.save_adapter
+        raises_on_all(comm, ConfigError, said, alone, model, folder / "adapter")
         large = r"'?blocks.0.mlp_norm.weight'? holds 70000, which torch.float16 cannot; take a dtype of a wider range"
-        raises_on_all(comm, CheckpointMismatch, large, partial(save, dtype="fp16"))
+        raises_on_all(comm, CheckpointMismatch, large, save, dtype="fp16")
         save(dtype="bf16")
         parallel_assert(comm, sorted(p.name for p in folder.iterdir()) == ["merged"])
     plain = nn.Linear(3, 3)
-    with zeroified(plain, torch.optim.SGD(plain.parameters(), lr=0.1), topology=topology):
-        none = partial(finetune.save_merged, plain, folder / "none")
-        raises_on_all(comm, ConfigError, "has no low-rank products", none)
-    wrong = ""
-    if comm.rank == 0:
-        head = (folder / "merged" / "model.safetensors").read_bytes()
-        text = json.loads(head[8 : 8 + int.from_bytes(head[:8], "little")])
-        kinds = {entry["dtype"] for name, entry in text.items() if name != "__metadata__"}
-        products = [name for name in text if "lora" in name]
-        wrong = "" if kinds == {"BF16"} and not products else f"{kinds}, {products}"
-    parallel_assert(comm, not wrong, wrong)
+    with zeroified(plain, sgd(plain), topology=topology):
+        said, merge = "has no low-rank products", finetune.save_merged
+        raises_on_all(comm, ConfigError, said, merge, plain, folder / "none")
+    with safe_open(folder / "merged" / "model.safetensors", "pt") as file:
+        kinds = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        assert kinds == {"BF16"}
+        assert not [name for name in file.keys() if "lora" in name]  # noqa: SIM118
