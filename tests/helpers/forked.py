@@ -102,9 +102,8 @@ class End:
     def __init__(self) -> None:
         """In the server, when it has imported all that it shares."""
         self._shared = [module for name, module in sys.modules.items() if name not in KEPT]
-        self._known = frozenset(
-            map(id, self._shared)
-        )  # to look at the modules would copy their pages
+        # To look at the modules would copy their pages
+        self._known = frozenset(map(id, self._shared))
 
     def __call__(self) -> None:
         """End the process, or leave it to Python where other threads would see it; the last call of atexit."""

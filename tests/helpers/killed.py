@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.helpers.forkserver import BASE
+from tests.helpers.forkserver import BASE, LAUNCHER
 from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import ROOT
 from tests.helpers.processes import end_family, family, launch_environment
@@ -90,12 +90,17 @@ class Job:
         environment: Mapping[str, str] | None = None,
     ) -> Job:
         """Start one; ``words`` are its options, ``die_at``: see ``PROGRAM``."""
-        program = [sys.executable, "-c", PROGRAM, str(die_at), json.dumps(dict(environment or {}))]
-        launch = [os.fspath(ROOT / "install" / "launch.sh"), str(ranks)]
+        program = ["-c", PROGRAM, str(die_at), json.dumps(dict(environment or {}))]
+        return cls.launch(log, [*program, *words], ranks=ranks)
+
+    @classmethod
+    def launch(cls, log: Path, words: Sequence[str | Path], *, ranks: int) -> Job:
+        """Start ``python words...``, whatever it is, on so many ranks."""
+        command = (LAUNCHER, str(ranks), sys.executable, *map(str, words))
         given = launch_environment(**BASE)
         with log.open("w") as output:
             process = subprocess.Popen(
-                forkserver.forked((*launch, *program, *words), given),
+                forkserver.forked(command, given),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -104,6 +109,21 @@ class Job:
                 start_new_session=True,
             )
         return cls(process, log)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end_family(self.process.pid, grace_s=0.5)
+
+    def wait_for_step(self, metrics: Path, step: int) -> None:
+        """Until ``metrics`` has lines of so many steps; an AssertionError where it ends before."""
+        while self.process.poll() is None and time.monotonic() - self.began < LIMIT_S:
+            with contextlib.suppress(OSError):
+                if metrics.read_text().count("\n") >= step:
+                    return
+            time.sleep(0.01)
+        raise AssertionError(self.said)
 
     def wait_for(self, what: str) -> bool:
         """Whether it comes to say ``what`` before it ends."""
@@ -120,13 +140,19 @@ class Job:
         finally:
             end_family(self.process.pid, grace_s=0.5)
 
-    def signal(self, number: signal.Signals, dice: random.Random) -> None:
-        """To one of its ranks, if it has any yet."""
-        ranks = []
+    @property
+    def ranks(self) -> list[int]:
+        """Processes of its ranks, if it has any yet."""
+        found = []
         for member in family(self.process.pid):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{member.pid}/cmdline").read_bytes().split(b"\0")
                 if words[0] == os.fsencode(sys.executable):
-                    ranks.append(member.pid)
+                    found.append(member.pid)
+        return found
+
+    def signal(self, number: signal.Signals, dice: random.Random) -> None:
+        """To one of its ranks, if it has any yet."""
+        ranks = self.ranks
         with contextlib.suppress(ProcessLookupError):
             os.kill(dice.choice(ranks) if ranks else self.process.pid, number)

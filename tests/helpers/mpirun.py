@@ -43,6 +43,17 @@ class Finished:
     stderr: str
     seconds: float
 
+    def ended(self, code: int = 0) -> Finished:
+        """Itself; where it ended with another exit code the test fails with all that it said."""
+        __tracebackhide__ = True
+        assert self.returncode == code, self
+        return self
+
+    @property
+    def said(self) -> str:
+        """On both streams."""
+        return self.stdout + self.stderr
+
     def __str__(self) -> str:
         return (
             f"{' '.join(self.args)}\nexit code {self.returncode} after {self.seconds:.1f} s\n"

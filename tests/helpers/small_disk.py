@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 
 @contextmanager
 def small_disk(folder: Path, nbytes: int) -> Iterator[Path | None]:
@@ -46,6 +48,17 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[Path | None]:
         assert not done.returncode, f"somebody holds a file there: {done.stderr}"
     finally:
         image.unlink()
+
+
+@contextmanager
+def memory_disk(folder: Path, nbytes: int) -> Iterator[Path]:
+    """``folder`` on a file system of ``nbytes`` in memory; skips the test where it cannot be mounted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a file system: needs root")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def free_nbytes(folder: Path) -> int:
