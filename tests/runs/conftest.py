@@ -32,8 +32,9 @@ def made(books: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Two finished runs of 6 steps with checkpoints of steps 2, 4 and 6, each trained on a book of its own."""
     folder = tmp_path_factory.mktemp("made")
     for name, book in zip(("r", "o"), books, strict=True):
-        job = train(folder, 1, run__name=name, data__path=book, train__steps=6, checkpoint__every=2)
-        assert job.returncode == 0, job
+        train(
+            folder, 1, run__name=name, data__path=book, train__steps=6, checkpoint__every=2
+        ).ended()
         assert steps(folder, name) == [6, 4, 2]
     return folder
 

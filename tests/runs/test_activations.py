@@ -28,8 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, name: str, **options: Any) -> tuple[list[StepMetrics], str]:
-    done = train(folder, run__name=name, **{**SIZES, **options})
-    assert done.returncode == 0, done
+    done = train(folder, run__name=name, **{**SIZES, **options}).ended()
     return read_metrics(folder / name / "metrics.jsonl"), done.stdout
 
 
@@ -86,8 +85,7 @@ def test_what_saves_nothing_ends_the_job_with_78(
 ) -> None:
     few = {"model__layers": 2 if text == "saves nothing" else 9}
     more = {"activations__checkpointing": "block", "activations__buffers": 2}
-    done = train(tmp_path, **{**SIZES, **few, **more, **options})
-    assert done.returncode == 78, done
+    done = train(tmp_path, **{**SIZES, **few, **more, **options}).ended(78)
     assert text in done.stderr
     assert not (tmp_path / "r").exists()
 

@@ -7,17 +7,26 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpczero.checkpoint import Loaded
 from hpczero.errors import ConfigError
+from hpczero.models import GPTConfig
 from hpczero.options.config import ResumeOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.attempts import Attempts
+from hpczero.run.starting.resume import began_at, check, choose
 
 SERIES = Environment(series="s", job="7")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "r")
 
 
 def start(folder: RunFolder, environment: Environment = SERIES) -> Attempts:
@@ -30,21 +39,18 @@ def commit(folder: RunFolder, step: int) -> None:
     (folder.checkpoints / f"step-{step:09}").mkdir(parents=True)
 
 
-def test_fifth_start_without_a_new_checkpoint_is_refused_and_names_the_step(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "r")
+def test_fifth_start_without_a_new_checkpoint_is_refused_with_the_step(folder: RunFolder) -> None:
     for _ in range(4):  # the first, and three restarts
         start(folder)
-    with pytest.raises(
-        ConfigError, match=r"3 restarts in a row committed no checkpoint after step 0"
-    ):
+    said = r"3 restarts in a row committed no checkpoint after step 0"
+    with pytest.raises(ConfigError, match=said):
         start(folder)
     with pytest.raises(ConfigError):  # and again: a refused start does not count
         start(folder)
     start(folder, Environment(series="another", job="8"))  # somebody has looked into it
 
 
-def test_every_new_checkpoint_starts_the_count_anew(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "r")
+def test_every_new_checkpoint_starts_the_count_anew(folder: RunFolder) -> None:
     for step in range(1, 4):
         for _ in range(3):
             start(folder)
@@ -52,10 +58,7 @@ def test_every_new_checkpoint_starts_the_count_anew(tmp_path: Path) -> None:
     start(folder)
 
 
-def test_series_whose_starts_are_all_stopped_at_once_ends_after_three_restarts(
-    tmp_path: Path,
-) -> None:
-    folder = RunFolder(tmp_path / "r")
+def test_series_whose_starts_all_stop_at_once_ends_after_three_restarts(folder: RunFolder) -> None:
 
     def run(steps: int, code: int = 75) -> None:
         done = folder.newest_step()
@@ -72,26 +75,21 @@ def test_series_whose_starts_are_all_stopped_at_once_ends_after_three_restarts(
     start(folder, Environment(series="another", job="8"))
 
 
-def test_series_that_is_always_stopped_while_it_tokenizes_is_told_that_time_is_short(
-    tmp_path: Path,
-) -> None:
-    folder = RunFolder(tmp_path / "r")
+def test_series_always_stopped_while_it_tokenizes_is_told_time_is_short(folder: RunFolder) -> None:
     for _ in range(4):
         start(folder).end(0, 75)
     with pytest.raises(ConfigError, match=r"too little time: 3 restarts .*hpczero.data prepare"):
         start(folder)
 
 
-def test_start_that_is_killed_is_none_that_was_stopped_at_once(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "r")
+def test_start_that_is_killed_is_none_that_was_stopped_at_once(folder: RunFolder) -> None:
     for step in range(1, 9):  # each saves, and then crashes
         start(folder).begin(step - 1)
         commit(folder, step)
     start(folder)
 
 
-def test_outside_of_a_series_nothing_is_written_or_counted(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "r")
+def test_outside_of_a_series_nothing_is_written_or_counted(folder: RunFolder) -> None:
     for _ in range(9):
         attempts = start(folder, Environment(job="7"))
         attempts.begin(0)
@@ -100,9 +98,8 @@ def test_outside_of_a_series_nothing_is_written_or_counted(tmp_path: Path) -> No
     assert not Attempts(folder, Environment()).finished(3)
 
 
-def test_restart_goes_on_from_its_own_checkpoint_whatever_the_options_say(tmp_path: Path) -> None:
+def test_restart_goes_on_from_its_own_checkpoint_whatever_options_say(folder: RunFolder) -> None:
     asked = RunConfig(run=RunOptions(overwrite=True), resume=ResumeOptions(from_="elsewhere"))
-    folder = RunFolder(tmp_path / "r")
     commit(folder, 5)  # of an earlier run, which is to be overwritten
     first = start(folder)
     assert first.settle(asked) == asked
@@ -113,11 +110,8 @@ def test_restart_goes_on_from_its_own_checkpoint_whatever_the_options_say(tmp_pa
     assert start(folder, Environment(series="another")).settle(asked) == asked
 
 
-def test_restart_before_the_first_checkpoint_may_replace_what_the_first_start_left(
-    tmp_path: Path,
-) -> None:
+def test_restart_before_any_save_may_replace_what_the_first_start_left(folder: RunFolder) -> None:
     asked = RunConfig(resume=ResumeOptions(from_="elsewhere"))
-    folder = RunFolder(tmp_path / "r")
     start(folder).begin(0)
     again = start(folder).settle(asked)
     assert again.run.overwrite
@@ -127,9 +121,8 @@ def test_restart_before_the_first_checkpoint_may_replace_what_the_first_start_le
 
 @pytest.mark.parametrize("asked", ["auto", "never", "other"])
 def test_restart_before_the_first_checkpoint_begins_where_the_first_start_did(
-    tmp_path: Path, asked: str
+    folder: RunFolder, asked: str
 ) -> None:
-    folder = RunFolder(tmp_path / "r")
     start(folder).begin(12)
     folder.go_on(RunConfig(resume=ResumeOptions(from_="elsewhere")))
     again = start(folder).settle(RunConfig(resume=ResumeOptions(from_=asked)))
@@ -155,8 +148,7 @@ def test_options_that_a_run_keeps_never_replace_it_when_they_are_given_again(
     assert load_toml(folder.config, RunConfig).run.overwrite is False
 
 
-def test_finished_run_leaves_nothing_to_do_unless_more_steps_are_asked_for(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "r")
+def test_finished_run_leaves_nothing_to_do_unless_more_steps_are_asked(folder: RunFolder) -> None:
     start(folder).end(40, 75)
     assert not Attempts(folder, SERIES).finished(40)
     start(folder).end(50, 0)
@@ -165,8 +157,7 @@ def test_finished_run_leaves_nothing_to_do_unless_more_steps_are_asked_for(tmp_p
     assert not Attempts(folder, Environment(series="another")).finished(50)
 
 
-def test_start_killed_between_its_results_and_its_last_line_has_finished(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "r")
+def test_start_killed_between_its_results_and_its_last_line_has_finished(folder: RunFolder) -> None:
     config = RunConfig(train=TrainOptions(steps=40))
     first = start(folder)
     folder.create(config)
@@ -178,8 +169,7 @@ def test_start_killed_between_its_results_and_its_last_line_has_finished(tmp_pat
     assert not Attempts(folder, Environment(series="another")).finished(40)
 
 
-def test_half_a_line_of_a_killed_job_costs_that_line_alone(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "r")
+def test_half_a_line_of_a_killed_job_costs_that_line_alone(folder: RunFolder) -> None:
     start(folder).begin(0)
     with folder.attempts.open("a") as file:
         file.write('{"event": "en')
@@ -201,9 +191,8 @@ def test_half_a_line_of_a_killed_job_costs_that_line_alone(tmp_path: Path) -> No
     ],
 )
 def test_damaged_line_costs_that_line_alone_and_is_told(
-    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+    folder: RunFolder, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = RunFolder(tmp_path / "r")
     start(folder).begin(0)
     data = folder.attempts.read_bytes()
     folder.attempts.write_bytes(damage + b"\n" + b"\0" * 7 + data)
@@ -263,9 +252,8 @@ def begun_elsewhere_and_stopped(folder: RunFolder) -> None:
     ],
 )
 def test_restart_whose_checkpoints_are_gone_is_refused_and_changes_nothing(
-    tmp_path: Path, before: Callable[[RunFolder], None]
+    folder: RunFolder, before: Callable[[RunFolder], None]
 ) -> None:
-    folder = RunFolder(tmp_path / "r")
     before(folder)
     folder.metrics.write_text("{}\n")
     again = start(folder)
@@ -278,8 +266,7 @@ def test_restart_whose_checkpoints_are_gone_is_refused_and_changes_nothing(
     assert start(folder).settle(RunConfig()).resume.from_ == "auto"
 
 
-def test_series_that_has_committed_nothing_of_its_own_may_begin_anew(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "r")
+def test_series_that_has_committed_nothing_of_its_own_may_begin_anew(folder: RunFolder) -> None:
     commit(folder, 9)  # of an earlier run, which was overwritten
     start(folder).begin(0)
     shutil.rmtree(folder.checkpoints)
@@ -287,3 +274,81 @@ def test_series_that_has_committed_nothing_of_its_own_may_begin_anew(tmp_path: P
     first.begin(0)
     first.end(2, 1)  # ended by an error
     assert start(folder).settle(RunConfig()).run.overwrite
+
+
+# --- where a run begins, as its folder and its options say
+
+
+@pytest.fixture
+def away(tmp_path: Path) -> str:
+    """As on a file system that has gone: nobody can say what is there."""
+    (tmp_path / "away").symlink_to("a" * 300)
+    return str(tmp_path / "away")
+
+
+def begun(folder: Path, source: str) -> tuple[RunConfig, RunFolder]:
+    """A run that began at ``source``, and its options now."""
+    config = RunConfig(run=RunOptions(name="r", folder=str(folder)))
+    run = RunFolder.of(config.run)
+    run.create(RunConfig(run=config.run, resume=ResumeOptions(from_=source)))
+    return config, run
+
+
+def test_run_with_checkpoints_of_its_own_needs_no_beginning(tmp_path: Path, away: str) -> None:
+    config, run = begun(tmp_path, away)
+    (run.checkpoints / "step-000000005").mkdir(parents=True)
+    assert choose(config, run) == run.checkpoints
+
+
+def test_run_without_checkpoints_that_began_where_nobody_can_look_is_not_begun_anew(
+    tmp_path: Path, away: str
+) -> None:
+    config, run = begun(tmp_path, away)
+    with pytest.raises(ConfigError, match=r"resume.from: .* cannot be looked at \(File name too"):
+        choose(config, run)
+    assert not began_at(Path(away), run)
+
+
+def test_place_to_begin_that_nobody_can_look_at_is_named(tmp_path: Path, away: str) -> None:
+    run = RunOptions(name="r", folder=str(tmp_path))
+    for source, why in ((away, "cannot be looked at"), ("/nowhere", "does not exist")):
+        config = RunConfig(run=run, resume=ResumeOptions(from_=source))
+        with pytest.raises(ConfigError, match=why):
+            choose(config, RunFolder.of(run))
+
+
+# --- what was loaded, held against this run
+
+MODEL = GPTConfig(vocab_size=257, context=16, layers=2, hidden=32, heads=4)
+
+
+def check_model(earlier: object, now: GPTConfig = MODEL) -> None:
+    """What is left of a checkpoint when its run's folder is lost, or somebody names it by its path."""
+    said = {"data": "d", "global_batch": 8, "seed": 0}
+    extra = said if earlier is None else {**said, "model": earlier}
+    found = Loaded(Path("step-000000005"), 5, json.loads(json.dumps(extra)), 2)
+    check(found, {**said, "model": dataclasses.asdict(now)}, 10, own=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"heads": 2}, "model.heads was 2 and is 4"),
+        ({"context": 8}, "model.context was 8 and is 16"),
+        ({"dropout": 0.1}, "model.dropout was 0.1 and is 0.0"),
+        ({"positions": "rotary"}, "model.positions was 'rotary' and is 'learned'"),
+    ],
+)
+def test_checkpoint_of_another_model_of_the_same_shapes_is_refused_wherever_it_lies(
+    changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"step-000000005: belongs to a run of .*: {said}[.]"):
+        check_model(dataclasses.asdict(dataclasses.replace(MODEL, **changes)))
+
+
+def test_checkpoint_that_says_nothing_of_its_model_or_less_than_today_is_accepted() -> None:
+    whole = dataclasses.asdict(MODEL)
+    for said in (None, {}, whole, {k: v for k, v in whole.items() if k != "dropout"}):
+        check_model(said)
+    again = dataclasses.replace(MODEL, checkpoint_activations=True)  # gives the same numbers
+    check_model(whole, again)

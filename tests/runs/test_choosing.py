@@ -34,12 +34,15 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "SECONDS", 0.01)
 
 
-def chosen(topology: Topology, folder: Path | None, **offload: Any) -> choosing.Chosen:
-    config = RunConfig(
+def config_of(topology: Topology, folder: Path | None, **offload: Any) -> RunConfig:
+    return RunConfig(
         train=TrainOptions(global_batch=4 * topology.size),
         offload=OffloadOptions(folder=None if folder is None else str(folder), **offload),
     )
-    batch = Batch(4 * topology.size, 4, 1)
+
+
+def chosen(topology: Topology, folder: Path | None, **offload: Any) -> choosing.Chosen:
+    config, batch = config_of(topology, folder, **offload), Batch(4 * topology.size, 4, 1)
     return choosing.choose_settings(config, MODEL, batch, topology, HostAccelerator())
 
 
@@ -85,10 +88,7 @@ def test_a_part_of_the_units_and_inputs_elsewhere_are_applied_and_taken_over(
     run.create(config)
     (run.checkpoints / "step-000000005").mkdir(parents=True)
     text = choosing.earlier_settings(RunConfig(), run)
-    asked = RunConfig(
-        train=TrainOptions(global_batch=4 * topology.size),
-        offload=OffloadOptions(folder=str(folder)),
-    )
+    asked = config_of(topology, folder)
     again = choosing.taken_over(text, asked, MODEL, Batch(4 * topology.size, 4, 1), topology.size)
     assert again is not None
     assert (again.config.offload, again.config.activations) == (offload, found.config.activations)
@@ -100,10 +100,7 @@ def test_nothing_that_fits_is_one_error_on_all_ranks(
     last = topology.rank == topology.size - 1
     limited(monkeypatch, lambda run: not last)
     raises_on_all(
-        topology.world.comm,
-        ConfigError,
-        "parallel.auto: none of",
-        lambda: chosen(topology, None),
+        topology.world.comm, ConfigError, "parallel.auto: none of", lambda: chosen(topology, None)
     )
 
 

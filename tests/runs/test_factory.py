@@ -50,16 +50,16 @@ def train(
     named = {name.replace("__", "."): str(value) for name, value in changes.items()}
     given = {**OPTIONS, "run.folder": ".", **named} if module == "train" else {}
     words = [word for name, value in given.items() for word in (f"--{name}", value)]
-    env = {"PYTHONPATH": str(ROOT)}
-    return run_ranks(
-        ranks, ["-m", f"hpczero.{module}", *words, *more], LIMIT_S, env=env, cwd=folder
-    )
+    return started(folder, ranks, "-m", f"hpczero.{module}", *words, *more)
+
+
+def started(folder: Path, ranks: int, *words: str) -> Finished:
+    return run_ranks(ranks, words, LIMIT_S, env={"PYTHONPATH": f"{ROOT}:."}, cwd=folder)
 
 
 @pytest.mark.slow
 def test_adapter_of_the_page_trains_stops_and_goes_on_on_other_ranks(folder: Path) -> None:
-    whole = train(folder, run__name="whole")
-    assert whole.returncode == 0, whole
+    whole = train(folder, run__name="whole").ended()
     said = whole.stdout + whole.stderr
     assert "data: of Spiral: 1,000 training and 250 held-out samples" in said, whole
     assert re.search(r"step 24/24 .* held-out [\d.]+ .*metric 0\.\d+ .*samples/s", said), whole
@@ -68,11 +68,9 @@ def test_adapter_of_the_page_trains_stops_and_goes_on_on_other_ranks(folder: Pat
 
     (folder / "r").mkdir()
     (folder / "r" / "STOP").touch()
-    job = train(folder, 3, parallel__stage=1)
-    assert job.returncode == 75, job
+    train(folder, 3, parallel__stage=1).ended(75)
     assert steps(folder) == [1]
-    job = train(folder, 1)
-    assert job.returncode == 0, job
+    train(folder, 1).ended()
     assert steps(folder) == [24, 20, 15]
     np.testing.assert_allclose(losses(folder), losses(folder, "whole"), rtol=1e-5)
     last = read_metrics(folder / "r" / "metrics.jsonl")[-1]
@@ -89,12 +87,10 @@ def test_adapter_of_the_page_trains_stops_and_goes_on_on_other_ranks(folder: Pat
     for name, values in ours.items():
         np.testing.assert_allclose(values, theirs[name], atol=1e-5)
 
-    job = train(folder, 1, model__arguments='{"width":16}', train__steps=30)
-    assert job.returncode == 78, job
+    job = train(folder, 1, model__arguments='{"width":16}', train__steps=30).ended(78)
     assert 'model.arguments was None and is {"width":16}' in job.stderr, job
     for path in ("r", "r/checkpoints"):
-        job = train(folder, 1, path, module="sample")
-        assert job.returncode == 78, job
+        job = train(folder, 1, path, module="sample").ended(78)
         assert "weights of a model of --model.factory 'mine:build', and" in job.stderr, job
 
 
@@ -142,13 +138,10 @@ def build(kind):
         "metric_of_each": ("metric", lambda self, model, points, labels: labels),
         "card_with_nan": ("card", lambda self: {"of": float("nan")}),
         "context_0": ("context", 0),
-        "context_below_0": ("context", -3),
         "context_half": ("context", 1.5),
-        "context_none": ("context", None),
         "context_true": ("context", True),
         "flops_0": ("flops_per_token", 0),
         "flops_nan": ("flops_per_token", float("nan")),
-        "flops_text": ("flops_per_token", "many"),
         "unit": ("unit", ""),
         "metric_name": ("metric_name", None),
         "reads_text": ("reads_text", "no"),
@@ -184,13 +177,10 @@ KINDS = {
     "metric_of_each": "metric of the adapter gave a tensor of shape (",
     "card_with_nan": "gave what no checkpoint can hold (Out of range float values",
     "context_0": "Wrong.context is 0, expected a whole number of at least 1",
-    "context_below_0": "Wrong.context is -3, expected",
     "context_half": "Wrong.context is 1.5, expected",
-    "context_none": "Wrong.context is None, expected",
     "context_true": "Wrong.context is True, expected",
     "flops_0": "Wrong.flops_per_token is 0, expected a number above 0, or None",
     "flops_nan": "Wrong.flops_per_token is nan, expected",
-    "flops_text": "Wrong.flops_per_token is 'many', expected",
     "unit": "Wrong.unit is '', expected a word",
     "metric_name": "Wrong.metric_name is None, expected a word",
     "reads_text": "Wrong.reads_text is 'no', expected True or False",
@@ -232,19 +222,12 @@ with open(f"told-{launcher_rank()}", "w") as file:  # lines of two ranks may run
 def test_what_a_factory_cannot_do_is_refused_by_name_on_every_rank(folder: Path) -> None:
     common = " ".join(f"--{name} {value}" for name, value in OPTIONS.items())
     lines = {f"{common} {line}": told for line, told in REFUSED.items()}
-    env = {"PYTHONPATH": f"{ROOT}:."}
-    job = run_ranks(2, ["-c", ALL, json.dumps([*lines])], LIMIT_S, env=env, cwd=folder)
-    assert job.returncode == 0, job
+    started(folder, 2, "-c", ALL, json.dumps([*lines])).ended()
     for rank in range(2):
         told = json.loads((folder / f"told-{rank}").read_text())
         assert told.keys() == lines.keys()
         for line, (kind, text) in told.items():
-            assert kind in ("ConfigError", "PlanError", "DataError", "StepError"), (
-                rank,
-                line,
-                kind,
-                text,
-            )
+            assert kind in ("ConfigError", "PlanError", "DataError", "StepError"), (line, kind)
             assert lines[line] in text, (rank, line, text)
     assert not (folder / "runs").exists()
 
@@ -252,8 +235,7 @@ def test_what_a_factory_cannot_do_is_refused_by_name_on_every_rank(folder: Path)
 def test_card_with_tuples_is_that_of_the_checkpoint_when_the_run_goes_on(folder: Path) -> None:
     (folder / "stated.py").write_text(STATED)
     for last in (1, 2):
-        job = train(folder, 1, model__factory="stated:build", train__steps=last)
-        assert job.returncode == 0, job
+        train(folder, 1, model__factory="stated:build", train__steps=last).ended()
     assert steps(folder) == [2, 1]
 
 
@@ -308,9 +290,7 @@ def test_arguments_may_be_a_table_of_the_file(folder: Path) -> None:
         '[model]\nfactory = "mine:build"\n[model.arguments]\nwidth = 5\n[train]\nsteps = 1\n'
         '[run]\nname = "r"\nfolder = "."\n'
     )
-    env = {"PYTHONPATH": str(ROOT)}
-    job = run_ranks(1, ["-m", "hpczero.train", "run.toml"], LIMIT_S, env=env, cwd=folder)
-    assert job.returncode == 0, job
+    started(folder, 1, "-m", "hpczero.train", "run.toml").ended()
     assert load_file(folder / "r" / "model.safetensors")["0.weight"].shape == (5, 2)
     line = json.loads((folder / "r" / "metrics.jsonl").read_text().splitlines()[0])
     assert line["held_out_metric"] is not None

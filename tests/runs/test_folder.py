@@ -18,7 +18,7 @@ from hpczero.errors import ConfigError
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml
 from hpczero.run.results.folder import RunFolder
-from tests.helpers.mpirun import Finished, run_alone
+from tests.helpers.mpirun import run_alone
 from tests.helpers.runs import losses, options, steps, train
 
 
@@ -31,16 +31,11 @@ def content(folder: Path) -> dict[str, str]:
     }
 
 
-def said(job: Finished) -> str:
-    return job.stdout + job.stderr
-
-
 @pytest.fixture(scope="module")
 def twelve(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of 12 steps with checkpoints of steps 4, 8 and 12, once called r and once default."""
     folder = tmp_path_factory.mktemp("twelve")
-    job = train(folder, ranks=1, train__steps=12, checkpoint__every=4)
-    assert job.returncode == 0, job
+    train(folder, ranks=1, train__steps=12, checkpoint__every=4).ended()
     assert steps(folder) == [12, 8, 4]
     shutil.copytree(folder / "r", folder / "default")
     return folder
@@ -55,20 +50,17 @@ def runs(twelve: Path, tmp_path: Path) -> Path:
 # --- going back
 
 
-def test_run_that_goes_back_keeps_what_it_leaves_and_is_what_the_next_start_goes_on_with(
-    runs: Path,
-) -> None:
+def test_run_that_goes_back_keeps_what_it_leaves_and_the_next_start_follows(runs: Path) -> None:
     before = content(runs / "r")
     earlier = runs / "r" / "checkpoints" / "step-000000004"
     changes = {"train__learning_rate": 2e-3, "checkpoint__every": 2, "checkpoint__keep": 2}
     (runs / "r" / "STOP").touch()
-    job = train(runs, 1, resume__from=earlier, train__steps=14, **changes)
-    assert job.returncode == 75, job
+    job = train(runs, 1, resume__from=earlier, train__steps=14, **changes).ended(75)
     # What is promised is there, and how to come back to it is said.
-    assert "the same command with --resume.from auto goes on from there" in said(job), job
+    assert "the same command with --resume.from auto goes on from there" in job.said, job
     assert steps(runs) == [5, 4]
     assert (runs / "r" / "checkpoints" / LATEST).read_text() == "step-000000005\n"
-    assert said(job).count("set aside in") == 1, job
+    assert job.said.count("set aside in") == 1, job
     (aside,) = (runs / "r" / "checkpoints").glob("aside-*")
     kept = content(aside)
     assert {name for name in kept if "step" in name} == {
@@ -80,23 +72,19 @@ def test_run_that_goes_back_keeps_what_it_leaves_and_is_what_the_next_start_goes
         assert kept[name] == before[name]
     assert not (runs / "r" / "model.safetensors").exists()
     first = losses(runs)
-    job = train(runs, 1, train__steps=14, **changes)
-    assert job.returncode == 0, job
-    assert "step-000000005: step 5" in said(job), job
+    job = train(runs, 1, train__steps=14, **changes).ended()
+    assert "step-000000005: step 5" in job.said, job
     assert losses(runs)[:5] == first
     assert len(losses(runs)) == 14
     assert steps(runs) == [14, 12]
     assert content(aside) == kept
 
 
-def test_run_that_begins_elsewhere_keeps_its_own_apart_and_goes_on_there_after_an_early_kill(
-    runs: Path,
-) -> None:
+def test_run_that_begins_elsewhere_keeps_its_own_apart_and_goes_on_after_a_kill(runs: Path) -> None:
     shutil.move(runs / "default", runs / "other")
     before = content(runs / "other")
     changes = {"run__name": "other", "train__steps": 16, "checkpoint__every": 100}
-    job = train(runs, 1, resume__from=runs / "r", **changes)
-    assert job.returncode == 0, job
+    train(runs, 1, resume__from=runs / "r", **changes).ended()
     (aside,) = (runs / "other" / "checkpoints").glob("aside-*")
     assert (
         content(aside).items()
@@ -111,9 +99,8 @@ def test_run_that_begins_elsewhere_keeps_its_own_apart_and_goes_on_there_after_a
     # As if it had been killed before its first save.
     shutil.rmtree(runs / "other" / "checkpoints" / "step-000000016")
     (runs / "other" / "model.safetensors").unlink()
-    job = train(runs, 1, **changes)
-    assert job.returncode == 0, job
-    assert f"going on from {runs / 'r' / 'checkpoints' / 'step-000000012'}" in said(job), job
+    job = train(runs, 1, **changes).ended()
+    assert f"going on from {runs / 'r' / 'checkpoints' / 'step-000000012'}" in job.said, job
     assert steps(runs, "other") == [16]
     assert len(list((runs / "other" / "checkpoints").glob("aside-*"))) == 1
 
@@ -125,13 +112,11 @@ def test_finished_run_that_began_elsewhere_is_kept_when_it_begins_there_again(
 ) -> None:
     monkeypatch.setenv("HPCZERO_SERIES", series)
     changes = {"run__name": "new", "checkpoint__every": 0, "resume__from": runs / "r"}
-    job = train(runs, 1, train__steps=14, **changes)
-    assert job.returncode == 0, job
+    train(runs, 1, train__steps=14, **changes).ended()
     before = content(runs / "new")
-    job = train(runs, 1, train__steps=14 + more, **changes)
-    assert job.returncode == 0, job
+    job = train(runs, 1, train__steps=14 + more, **changes).ended()
     if series and not more:
-        assert "nothing left to do" in said(job), job
+        assert "nothing left to do" in job.said, job
         return
     (aside,) = (runs / "new" / "checkpoints").glob("aside-*")
     kept = content(aside)
@@ -145,16 +130,14 @@ def test_requeued_job_begins_where_its_first_start_was_told_to(
 ) -> None:
     monkeypatch.setenv("HPCZERO_SERIES", "s")
     changes = {"run__name": "new", "train__steps": 14, "checkpoint__every": 0}
-    job = train(runs, 1, resume__from=runs / "r", **changes)
-    assert job.returncode == 0, job
+    train(runs, 1, resume__from=runs / "r", **changes).ended()
     # As if it had been killed before its end.
     (runs / "new" / "model.safetensors").unlink()
     attempts = runs / "new" / "attempts.jsonl"
     lines = attempts.read_text().splitlines(keepends=True)
     attempts.write_text("".join(line for line in lines if '"end"' not in line))
-    job = train(runs, 1, **changes)
-    assert job.returncode == 0, job
-    assert f"going on from {runs / 'r' / 'checkpoints' / 'step-000000012'}" in said(job), job
+    job = train(runs, 1, **changes).ended()
+    assert f"going on from {runs / 'r' / 'checkpoints' / 'step-000000012'}" in job.said, job
 
 
 # --- nothing is wiped
@@ -165,19 +148,17 @@ def test_second_run_called_default_moves_the_first_aside_and_says_so(runs: Path)
     (runs / "default" / "attempts.jsonl").write_text(
         '{"event": "start", "series": "s", "committed": 0}\n'
     )
-    job = train(runs, 1, run__name="default", train__steps=3, checkpoint__every=4)
-    assert job.returncode == 0, job
+    job = train(runs, 1, run__name="default", train__steps=3, checkpoint__every=4).ended()
     (moved,) = runs.glob("default-*Z")
-    assert f"held an earlier run, which is now {moved}" in said(job), job
+    assert f"held an earlier run, which is now {moved}" in job.said, job
     assert content(moved).items() >= before.items()
     assert not list((moved / "checkpoints").glob(".lock*"))
     assert steps(runs, "default") == [3]
     assert len(losses(runs, "default")) == 3
     assert (runs / "default" / "attempts.jsonl").read_text().count("start") == 1
     # It is a run like any other: it goes on under its new name.
-    job = train(runs, 1, run__name=moved.name, train__steps=13, checkpoint__every=4)
-    assert job.returncode == 0, job
-    assert "step-000000012: step 12" in said(job), job
+    job = train(runs, 1, run__name=moved.name, train__steps=13, checkpoint__every=4).ended()
+    assert "step-000000012: step 12" in job.said, job
 
 
 @pytest.mark.parametrize("changes", [{}, {"resume__from": "never"}])
@@ -193,18 +174,16 @@ def test_run_whose_options_are_lost_is_refused_not_emptied(
     if lost == "all but the model":
         shutil.rmtree(runs / "r" / "checkpoints")
     before = content(runs / "r")
-    job = train(runs, 1, train__steps=14, **changes)
-    assert job.returncode == 78, job
-    assert f"{runs / 'r'}" in said(job), job
-    assert "--run.overwrite true" in said(job), job
+    job = train(runs, 1, train__steps=14, **changes).ended(78)
+    assert f"{runs / 'r'}" in job.said, job
+    assert "--run.overwrite true" in job.said, job
     assert content(runs / "r") == before
 
 
 def test_run_whose_options_are_lost_goes_on_where_it_is_told_to(runs: Path) -> None:
     (runs / "r" / "config.toml").write_bytes(b"[" * 100_000)
-    job = train(runs, 1, train__steps=14, resume__from=runs / "r" / "checkpoints")
-    assert job.returncode == 0, job
-    assert "the options of before are not known" in said(job), job
+    job = train(runs, 1, train__steps=14, resume__from=runs / "r" / "checkpoints").ended()
+    assert "the options of before are not known" in job.said, job
     assert len(losses(runs)) == 14
 
 
@@ -227,8 +206,7 @@ def test_second_job_of_a_name_is_refused_before_it_changes_anything(
     folder = runs / str(changes["run__name"])
     with Lock(folder / "checkpoints") as lock:
         before = content(runs)
-        job = train(runs, 1, **changes)
-        assert job.returncode == 78, job
+        job = train(runs, 1, **changes).ended(78)
         assert f"held by process {os.getpid()} on" in job.stderr, job
         assert content(runs) == before
         lock.check()
@@ -256,8 +234,7 @@ def test_job_that_stood_still_touches_nothing_of_the_one_that_took_over(
 ) -> None:
     before = content(runs / "r")
     _, _, *given = options(runs, **changes)
-    job = run_alone(["-c", STANDS_STILL, *given], timeout=90)
-    assert job.returncode == 78, job
+    job = run_alone(["-c", STANDS_STILL, *given], timeout=90).ended(78)
     assert "was taken away" in job.stderr, job
     assert content(runs / "r") == before
 
@@ -283,8 +260,7 @@ def test_kill_between_a_commit_and_the_next_line_loses_no_line(tmp_path: Path) -
     assert job.returncode not in (0, 75, 78), job
     assert steps(tmp_path) == [4]
     assert len(losses(tmp_path)) == 4
-    job = train(tmp_path, 1, train__steps=6, checkpoint__every=4)
-    assert job.returncode == 0, job
+    train(tmp_path, 1, train__steps=6, checkpoint__every=4).ended()
     assert len(losses(tmp_path)) == 6
     lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
     saving = [json.loads(line)["checkpoint_ms"] > 1.0 for line in lines]
@@ -324,11 +300,11 @@ def test_damaged_records_do_not_stop_a_run_that_has_sound_checkpoints(
         job = train(runs, 1, train__steps=13 + number)
         assert job.returncode == 0, (how, job)
         if how != "NULs":  # before a line that is whole
-            assert "metrics.jsonl: line(s) 1" in said(job), (how, job)
+            assert "metrics.jsonl: line(s) 1" in job.said, (how, job)
             copies = [p.read_bytes() for p in (runs / "r").glob("metrics.jsonl.damaged-*")]
             assert data in copies, how
         if how == "a hole":  # into the file of step 12
-            assert "metrics.jsonl: has no lines of steps 13-16" in said(job), job
+            assert "metrics.jsonl: has no lines of steps 13-16" in job.said, job
     assert steps(runs)[0] == 17
 
 
@@ -340,9 +316,8 @@ def test_fifo_where_a_file_is_expected_is_named_and_not_waited_for(
     place = runs / "r" / name
     place.unlink(missing_ok=True)
     os.mkfifo(place)
-    job = train(runs, 1, train__steps=14)
-    assert job.returncode == 78, job
-    assert f"{place}: is a FIFO, expected a file" in said(job), job
+    job = train(runs, 1, train__steps=14).ended(78)
+    assert f"{place}: is a FIFO, expected a file" in job.said, job
 
 
 @pytest.mark.parametrize(
@@ -376,9 +351,8 @@ def test_options_are_read_from_a_file_or_not_at_all(tmp_path: Path, kind: str) -
     elif kind == "file of zeros":
         with place.open("w") as file:
             file.truncate(2**31)
-    with pytest.raises(
-        ConfigError, match=r"run.toml: cannot be read as options: (is a|has|No such)"
-    ):
+    said = r"run.toml: cannot be read as options: (is a|has|No such)"
+    with pytest.raises(ConfigError, match=said):
         load_toml(place, RunConfig)
 
 

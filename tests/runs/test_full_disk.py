@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,20 +13,13 @@ import pytest
 
 from tests.helpers.mpirun import ROOT, run_command
 from tests.helpers.runs import train
-from tests.helpers.small_disk import fill, small_disk
-
-DISK_NBYTES = 2**20
+from tests.helpers.small_disk import fill, memory_disk, small_disk
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "tmpfs", str(path)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount a file system: needs root")
-    yield path
-    subprocess.run(["umount", "--lazy", path], check=True)
+    with memory_disk(tmp_path / "disk", 2**20) as path:
+        yield path
 
 
 @pytest.mark.slow
@@ -45,8 +37,7 @@ def test_run_ends_with_one_line(disk: Path, free_nbytes: int, code: int, said: s
     options = "--model.preset gpt-micro --model.context 16 --train.steps 40 --evaluation.batches 0"
     folders = ["--run.folder", str(disk), "--data.cache", str(ROOT / "runs" / "tokens")]
     command = [sys.executable, "-m", "hpczero.train", *options.split(), *folders]
-    done = run_command([*command, "--log.plot", "false"], timeout=100)
-    assert done.returncode == code, done
+    done = run_command([*command, "--log.plot", "false"], timeout=100).ended(code)
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("[rank 0]")]
     assert said in line
@@ -65,8 +56,7 @@ def test_run_whose_tier_has_no_room_ends_with_one_line_and_leaves_nothing(tmp_pa
             "offload__window": 1,
             **parts,
         }
-        done = train(tmp_path, **given)
-        assert done.returncode == 1, done
+        done = train(tmp_path, **given).ended(1)
         assert "Traceback" not in done.stderr
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
         assert re.search(
@@ -74,5 +64,4 @@ def test_run_whose_tier_has_no_room_ends_with_one_line_and_leaves_nothing(tmp_pa
         )
         assert list(scratch.iterdir()) == []
         filler.unlink()
-        done = train(tmp_path, **given, run__overwrite="true")
-        assert done.returncode == 0, done
+        done = train(tmp_path, **given, run__overwrite="true").ended()

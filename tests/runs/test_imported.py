@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("imported")
     (folder / "text.txt").write_text("the rank owns its shard\n" * 200)
     prepare = f"-m hpczero.data prepare {folder}/text.txt --out {folder}/tokens.h5".split()
-    assert run_command([sys.executable, *prepare], LIMIT_S).returncode == 0
+    run_command([sys.executable, *prepare], LIMIT_S).ended()
     torch.manual_seed(3)
     model = GPT(sizes(folder))
     weights = {name: value.detach() * 1.5 for name, value in model.named_parameters()}
@@ -93,15 +93,12 @@ def test_run_whose_folder_is_itself_a_folder_of_checkpoints_is_not_begun(
     tmp_path: Path, made: Path, name: str
 ) -> None:
     path = bring(made, tmp_path / name)
-    job = run(tmp_path, made, name)
-    assert job.returncode == 78, job
+    job = run(tmp_path, made, name).ended(78)
     assert f"--resume.from {path} and another --run.name" in job.stderr, job
     assert {entry.name for entry in (tmp_path / name).iterdir()} == {path.name, "LATEST"}
 
 
-def test_run_with_checkpoints_of_its_own_is_not_held_up_by_others_beside_them(
-    tmp_path: Path,
-) -> None:
+def test_run_with_checkpoints_of_its_own_is_not_held_up_by_others_beside(tmp_path: Path) -> None:
     for name in ("step-000000000", "checkpoints/step-000000005"):
         (tmp_path / "ft" / name).mkdir(parents=True)
     RunFolder(tmp_path / "ft").check()
@@ -110,40 +107,33 @@ def test_run_with_checkpoints_of_its_own_is_not_held_up_by_others_beside_them(
 # --- a beginning
 
 
-@pytest.mark.parametrize("out", ["imported", "ft3/checkpoints"])
+@pytest.mark.parametrize(
+    ("out", "name"),
+    [
+        ("imported", "r"),
+        ("ft3/checkpoints", "r"),
+        ("ft3/checkpoints", "ft3"),
+        ("default/checkpoints", "default"),
+    ],
+)
 def test_imported_weights_are_what_the_first_step_is_taken_with(
-    tmp_path: Path, made: Path, out: str
+    tmp_path: Path, made: Path, out: str, name: str
 ) -> None:
     path = bring(made, tmp_path / out)
-    job = run(tmp_path, made, "r", resume__from=tmp_path / out)
-    assert job.returncode == 0, job
-    said = f"beginning at step 0 with the imported weights of {path}"
-    assert said in job.stdout + job.stderr, job
-    assert losses(tmp_path)[0] == pytest.approx(expected_loss(made), rel=1e-6)
-    assert len(losses(tmp_path)) == 2
-    job = run(tmp_path, made, "r", train__steps=3)  # from then on it is a run as any other
-    assert job.returncode == 0, job
-    assert "step-000000002: step 2, saved by 1 rank(s)" in job.stdout + job.stderr, job
-
-
-@pytest.mark.parametrize("name", ["ft3", "default"])
-def test_run_begins_with_the_weights_that_were_imported_as_its_checkpoints(
-    tmp_path: Path, made: Path, name: str
-) -> None:
-    path = bring(made, tmp_path / name / "checkpoints")
-    job = run(tmp_path, made, name)
-    assert job.returncode == 0, job
-    said = f"beginning at step 0 with the imported weights of {path}"
-    assert said in job.stdout + job.stderr, job
+    own = out.startswith(name)  # imported as checkpoints of the run itself
+    job = run(tmp_path, made, name, **({} if own else {"resume__from": tmp_path / out})).ended()
+    assert f"beginning at step 0 with the imported weights of {path}" in job.said, job
     assert losses(tmp_path, name)[0] == pytest.approx(expected_loss(made), rel=1e-6)
     assert steps(tmp_path, name)[0] == 2
+    if not own:  # from then on it is a run as any other
+        job = run(tmp_path, made, name, train__steps=3).ended()
+        assert "step-000000002: step 2, saved by 1 rank(s)" in job.said, job
 
 
 def test_imported_weights_of_a_later_step_begin_there(tmp_path: Path, made: Path) -> None:
     bring(made, tmp_path / "w", step=4)
-    job = run(tmp_path, made, "r", resume__from=tmp_path / "w", train__steps=6)
-    assert job.returncode == 0, job
-    assert "beginning at step 4 with the imported weights" in job.stdout + job.stderr, job
+    job = run(tmp_path, made, "r", resume__from=tmp_path / "w", train__steps=6).ended()
+    assert "beginning at step 4 with the imported weights" in job.said, job
     assert [
         json.loads(line)["step"] for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()
     ] == [5, 6]
@@ -179,19 +169,15 @@ def test_only_imported_weights_may_say_nothing_of_data_batch_and_seed(
 
 def test_imported_weights_of_all_steps_leave_nothing_to_do(tmp_path: Path, made: Path) -> None:
     bring(made, tmp_path / "ft3" / "checkpoints", step=2)
-    job = run(tmp_path, made, "ft3")
-    assert job.returncode == 78, job
+    job = run(tmp_path, made, "ft3").ended(78)
     assert "has 2 steps behind it, and train.steps is 2" in job.stderr, job
 
 
-def test_checkpoints_of_a_run_without_its_options_are_still_nobodys(
-    tmp_path: Path, made: Path
-) -> None:
-    assert run(tmp_path, made, "r").returncode == 0
+def test_checkpoints_of_a_run_without_options_are_still_nobodys(tmp_path: Path, made: Path) -> None:
+    run(tmp_path, made, "r").ended()
     (tmp_path / "new").mkdir()
     shutil.copytree(tmp_path / "r" / "checkpoints", tmp_path / "new" / "checkpoints")
-    job = run(tmp_path, made, "new", train__steps=3)
-    assert job.returncode == 78, job
+    job = run(tmp_path, made, "new", train__steps=3).ended(78)
     way = f"--resume.from {tmp_path}/new/checkpoints and another --run.name"
     assert way in job.stderr, job
     assert job.stderr.index(way) < job.stderr.index("--run.overwrite true"), job
@@ -202,8 +188,7 @@ def test_last_line_of_import_is_a_command_that_begins_there(
     tmp_path: Path, made: Path, out: str
 ) -> None:
     tied = f"{HEAD}={TABLE}"
-    done = command("import", made / "weights.safetensors", tmp_path / out, "--tied", tied)
-    assert done.returncode == 0, done
+    done = command("import", made / "weights.safetensors", tmp_path / out, "--tied", tied).ended()
     line = done.stdout.splitlines()[-1]
     assert "HEADS, its number of attention heads; CONTEXT, the tokens" in line, line
     told = {"HEADS": "2", "CONTEXT": str(CONTEXT)}  # shapes of this one tell neither
@@ -212,9 +197,8 @@ def test_last_line_of_import_is_a_command_that_begins_there(
     rest = options(tmp_path, train__steps=2, data__path=made / "tokens.h5")[2:]
     named = rest.index("--run.name")
     del rest[named : named + 2]
-    job = run_command([sys.executable, *typed[1:], *rest], LIMIT_S)
-    assert job.returncode == 0, job
-    assert "beginning at step 0 with the imported weights" in job.stdout + job.stderr, job
+    job = run_command([sys.executable, *typed[1:], *rest], LIMIT_S).ended()
+    assert "beginning at step 0 with the imported weights" in job.said, job
 
 
 def test_command_of_import_has_the_sizes_that_the_weights_tell(tmp_path: Path) -> None:
@@ -222,8 +206,7 @@ def test_command_of_import_has_the_sizes_that_the_weights_tell(tmp_path: Path) -
     save_file(theirs(GPT(config)), tmp_path / "model.safetensors")
     told = {"model_type": "gpt2", "n_head": 2, "n_embd": 8, "n_positions": 8, "n_layer": 1}
     (tmp_path / "config.json").write_text(json.dumps({**told, "vocab_size": 257}))
-    done = command("import", tmp_path, tmp_path / "out", "--layout", "gpt2")
-    assert done.returncode == 0, done
+    done = command("import", tmp_path, tmp_path / "out", "--layout", "gpt2").ended()
     typed = shlex.split(done.stdout.splitlines()[-1].partition(": ")[2])
     model = read_run_config(typed[3:]).model
     assert (model.layers, model.hidden, model.heads, model.context) == (1, 8, 2, 8)
@@ -238,8 +221,7 @@ def test_command_of_import_has_the_sizes_that_shapes_tell_and_asks_for_the_heads
     weights[HEAD] = weights[TABLE].clone()
     file = tmp_path / f"weights.{suffix}"
     save_file(weights, file) if suffix == "safetensors" else torch.save(weights, file)
-    done = command("import", file, tmp_path / "out", "--layout", "gpt2")
-    assert done.returncode == 0, done
+    done = command("import", file, tmp_path / "out", "--layout", "gpt2").ended()
     line = done.stdout.splitlines()[-1]
     assert line.startswith("to train from it, put in what it does not tell (HEADS"), line
     typed = shlex.split(line.rpartition(": ")[2].replace(" HEADS ", " 2 "))
@@ -248,9 +230,8 @@ def test_command_of_import_has_the_sizes_that_shapes_tell_and_asks_for_the_heads
     assert model.positions == "learned"
     words = ["--run.folder", str(tmp_path), "--train.steps", "1", "--train.global-batch", "2"]
     words += ["--data.path", str(made / "tokens.h5"), "--evaluation.batches", "0"]
-    job = run_command([sys.executable, *typed[1:], *words], LIMIT_S)
-    assert job.returncode == 0, job
-    assert "beginning at step 0 with the imported weights" in job.stdout + job.stderr, job
+    job = run_command([sys.executable, *typed[1:], *words], LIMIT_S).ended()
+    assert "beginning at step 0 with the imported weights" in job.said, job
 
 
 @pytest.mark.parametrize(
@@ -270,21 +251,17 @@ def test_weights_that_train_cannot_train_are_said_to_be_that(
     if not change:
         weights["more.weight"] = torch.ones(2)
     save_file(weights, tmp_path / "w.safetensors")
-    done = command("import", tmp_path / "w.safetensors", tmp_path / "out", *tied)
-    assert done.returncode == 0, done
+    done = command("import", tmp_path / "w.safetensors", tmp_path / "out", *tied).ended()
     assert f"hpczero.train cannot train it: {why}" in done.stdout, done
     assert "--resume.from" not in done.stdout, done
 
 
-def test_command_of_import_asks_for_tokens_of_another_vocabulary_and_for_more_steps(
-    tmp_path: Path,
-) -> None:
+def test_import_asks_for_tokens_of_another_vocabulary_and_for_more_steps(tmp_path: Path) -> None:
     model = GPT(GPTConfig(vocab_size=300, context=8, layers=1, hidden=8, heads=2))
     save_file(theirs(model), tmp_path / "w.safetensors")
     done = command(
         "import", tmp_path / "w.safetensors", tmp_path / "o", "--layout=gpt2", "--step=300"
-    )
-    assert done.returncode == 0, done
+    ).ended()
     line = done.stdout.splitlines()[-1]
     assert "TOKENS.h5, a token file of its vocabulary of 300 ids" in line
     assert "--data.path TOKENS.h5 --train.steps 600 --resume.from" in line
@@ -300,8 +277,7 @@ def test_names_of_gpt2_are_not_taken_literally_unless_that_is_said(
     model = GPT(GPTConfig(vocab_size=31, context=8, layers=1, hidden=8, heads=2))
     weights = {f"{prefix}{name}": value for name, value in theirs(model).items()}
     save_file(weights, tmp_path / "w.safetensors")
-    done = command("import", tmp_path / "w.safetensors", tmp_path / "out")
-    assert done.returncode == 78, done
+    done = command("import", tmp_path / "w.safetensors", tmp_path / "out").ended(78)
     assert "give --layout gpt2" in done.stderr, done
     assert "or --layout hpczero" in done.stderr, done
     assert not (tmp_path / "out").exists()
@@ -324,18 +300,15 @@ def test_names_that_are_somebody_elses_are_taken_as_they_are(tmp_path: Path) -> 
 # --- other ranks
 
 
+def four(folder: Path, ranks: int, **changes: Any) -> Finished:
+    given = {"train__global_batch": 4, "data__path": folder / "tokens.h5", **changes}
+    return train(folder, ranks, run__name="four", **given)
+
+
 @pytest.fixture(scope="module")
 def of_four(made: Path) -> Path:
     """A run of a global batch of 4, by 2 ranks, with a checkpoint."""
-    job = train(
-        made,
-        2,
-        run__name="four",
-        train__steps=1,
-        train__global_batch=4,
-        data__path=made / "tokens.h5",
-    )
-    assert job.returncode == 0, job
+    four(made, 2, train__steps=1).ended()
     return made
 
 
@@ -383,15 +356,7 @@ def test_ranks_that_fit_the_micro_batch_too_are_named(of_four: Path) -> None:
 
 def test_job_of_three_ranks_says_it_once_and_leaves_the_run_as_it_was(of_four: Path) -> None:
     before = load_toml(of_four / "four" / "config.toml", RunConfig)
-    job = train(
-        of_four,
-        3,
-        run__name="four",
-        train__steps=2,
-        train__global_batch=4,
-        data__path=of_four / "tokens.h5",
-    )
-    assert job.returncode == 78, job
+    job = four(of_four, 3, train__steps=2).ended(78)
     assert "goes on with 1, 2 or 4 ranks" in job.stderr, job
     assert "such as 3 or 6" not in job.stderr, job
     assert load_toml(of_four / "four" / "config.toml", RunConfig) == before

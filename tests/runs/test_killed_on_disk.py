@@ -50,33 +50,12 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-def wait_for_step(folder: Path, step: int, job: Job) -> None:
-    path = folder / "r" / "metrics.jsonl"
-    while job.process.poll() is None and time.monotonic() - job.began < 2 * ENDS_S:
-        with suppress(OSError):
-            if path.read_text().count("\n") >= step:
-                return
-        time.sleep(0.01)
-    raise AssertionError(job.said)
-
-
-def ranks_of(job: Job) -> list[int]:
-    """Processes of the ranks."""
-    found = []
-    for member in family(job.process.pid):
-        with suppress(OSError):
-            if b"--run.folder" in Path(f"/proc/{member.pid}/cmdline").read_bytes().split(b"\0"):
-                found.append(member.pid)
-    return [pid for pid in found if pid != job.process.pid][-2:]
-
-
 def killed(folder: Path, words: list[str], *, after: int, every: bool, dice: random.Random) -> None:
     """Start the run, and kill one rank or all of them at a moment after step ``after``; it is gone within seconds."""
-    job = Job.start(folder / f"log-{after}", words, ranks=2)
-    try:
-        wait_for_step(folder, after, job)
+    with Job.start(folder / f"log-{after}", words, ranks=2) as job:
+        job.wait_for_step(folder / "r" / "metrics.jsonl", after)
         time.sleep(0.2 * dice.random())
-        ranks = ranks_of(job)
+        ranks = job.ranks
         assert len(ranks) == 2, ranks
         began = time.monotonic()
         for pid in ranks if every else [dice.choice(ranks)]:
@@ -86,8 +65,6 @@ def killed(folder: Path, words: list[str], *, after: int, every: bool, dice: ran
         while time.monotonic() - began < ENDS_S and family(job.process.pid):
             time.sleep(0.02)
         assert not family(job.process.pid), "ranks that outlive their job"
-    finally:
-        job.wait()
 
 
 def comes_back(disk: Path, nbytes: int) -> bool:
@@ -108,16 +85,14 @@ def test_a_killed_run_leaves_nothing_on_its_disk_and_goes_on_with_the_same_losse
     for folder in folders:
         folder.mkdir()
     given = {**SIZES, **WORDS, "offload__folder": disk}
-    done = train(folders[0], **given)
-    assert done.returncode == 0, done
+    train(folders[0], **given).ended()
     before = free_nbytes(disk)
     words = options(folders[1], **given)[2:]
     for after, every in ((3, False), (6, True)):
         killed(folders[1], words, after=after, every=every, dice=dice)
         assert not list(disk.iterdir())
         assert comes_back(disk, before)
-    done = train(folders[1], **given)
-    assert done.returncode == 0, done
+    train(folders[1], **given).ended()
     assert losses(folders[1]) == losses(folders[0])
     norms = [
         [step.grad_norm for step in read_metrics(folder / "r" / "metrics.jsonl")]

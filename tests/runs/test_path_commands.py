@@ -52,9 +52,7 @@ def test_each_kind_of_path_is_listed_verified_and_exported(
     assert call("verify", path) == 2
 
 
-def test_what_was_set_aside_is_listed_below_the_run(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_set_aside_is_listed_too(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints = runs / "r" / "checkpoints"
     (checkpoints / "aside-20260101T000000Z").mkdir()
     step_path(runs, 6).rename(checkpoints / "aside-20260101T000000Z" / "step-000000006")
@@ -104,8 +102,7 @@ def test_where_nothing_is_it_is_said_what_was_looked_for_and_what_is_there(tmp_p
             assert f"{path}: no checkpoint there: {expected}; give the folder of a run" in str(
                 error.value
             )
-    job = sample(run, ranks=2)
-    assert job.returncode == 78, job
+    job = sample(run, ranks=2).ended(78)
     assert f"{run}: no weights there, final ones or a checkpoint: {cases[run]}" in job.stderr, job
     assert f"`touch {run}/SAVE`" in job.stderr, job
 

@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +21,8 @@ from hpczero.data import Tokenizer
 from hpczero.models import GPT, GPTConfig, generate
 from tests.checkpoint.damage import resigned, shorten
 from tests.helpers.mpirun import run_ranks, run_typed
-from tests.helpers.processes import end_family
 from tests.helpers.runs import steps, train
-from tests.runs.test_resume import rank_pids, start
+from tests.runs.test_resume import start
 from tests.runs.two_runs import (
     CHOICES,
     NUM_TOKENS,
@@ -35,9 +34,6 @@ from tests.runs.two_runs import (
     step_path,
     tokenizer_of,
 )
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.limit(300)  # many starts of jobs each
 
@@ -60,8 +56,7 @@ for words in json.loads(sys.argv[1]):
 def samples(*calls: Sequence[object], ranks: int = 2) -> tuple[list[str], str]:
     """What each of ``calls`` of the command writes, or its exit code, and what all say on stderr; in one job."""
     words = json.dumps([[*map(str, call), *CHOICES] for call in calls])
-    job = run_typed(ranks, ["-c", ONE_AFTER_THE_OTHER, words], timeout=100)
-    assert job.returncode == 0, job
+    job = run_typed(ranks, ["-c", ONE_AFTER_THE_OTHER, words], timeout=100).ended()
     assert "Traceback" not in job.stderr, job
     parts = job.stdout.split("=====")[:-1]
     assert len(parts) == len(calls), job
@@ -81,9 +76,8 @@ def text_of(checkpoint: Path, tokenizer: Tokenizer, scratch: Path) -> str:
             parameter.copy_(tensors.pop(name))
     assert not tensors
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # as in a job; where others are at work, more of them wait for one another
+    # As in a job; where others are at work, more of them wait for one another
+    torch.set_num_threads(1)
     tokens = generate(
         model,
         torch.from_numpy(tokenizer.encode(PROMPT.encode())),
@@ -128,28 +122,24 @@ def test_text_of_a_stopped_run_is_that_of_its_exported_checkpoint(
 @pytest.mark.slow
 def test_running_run_is_sampled_and_neither_locked_nor_stopped(tmp_path: Path) -> None:
     """It saves at every step and keeps one checkpoint, so most of what is chosen is deleted soon after."""
-    process = start(tmp_path, train__steps=100_000, checkpoint__every=1, checkpoint__keep=1)
-    try:
+    with start(tmp_path, train__steps=100_000, checkpoint__every=1, checkpoint__keep=1) as running:
         while not steps(tmp_path):
-            assert process.poll() is None, (tmp_path / "stdout").read_text()
+            assert running.process.poll() is None, running.said
         checkpoints = tmp_path / "r" / "checkpoints"
         locks = [file.name for file in checkpoints.glob(".lock*")]
         seen = []
         for ranks in (1, 2):
-            job = sample(tmp_path / "r", ranks=ranks)
-            assert job.returncode == 0, job
+            job = sample(tmp_path / "r", ranks=ranks).ended()
             assert job.stdout.startswith(PROMPT)
             seen.append(job.stderr.split("weights of step ")[1].split(":")[0])
         assert len(locks) == 1
         assert [file.name for file in checkpoints.glob(".lock*")] == locks
-        assert process.poll() is None
-        os.kill(rank_pids(tmp_path)[0], signal.SIGUSR1)
-        assert process.wait(60) == 75, (tmp_path / "stdout").read_text()
-    finally:
-        end_family(process.pid)
+        assert running.process.poll() is None
+        os.kill(running.ranks[0], signal.SIGUSR1)
+        assert running.wait() == 75, running.said
     first, second = (int(step.replace(",", "")) for step in seen)
     assert first < second <= steps(tmp_path)[0]
-    assert "no checkpoint" not in (tmp_path / "stdout").read_text()
+    assert "no checkpoint" not in running.said
 
 
 DELETED_MEANWHILE = """
@@ -174,13 +164,12 @@ def test_checkpoint_that_is_deleted_meanwhile_is_answered_by_what_is_newest_then
     runs: Path, texts: dict[str, str]
 ) -> None:
     step_path(runs, 6).rename(runs / "r" / "newer")
-    job = run_ranks(2, ["-c", DELETED_MEANWHILE, runs / "r", *CHOICES], timeout=100)
-    assert job.returncode == 0, job
+    job = run_ranks(2, ["-c", DELETED_MEANWHILE, runs / "r", *CHOICES], timeout=100).ended()
     assert job.stdout == texts["r6"] + "\n", job
     assert job.stderr.count("step-000000004: was deleted meanwhile") == 1, job
 
 
-def test_corrupt_checkpoint_is_named_and_the_one_before_sampled(
+def test_corrupt_checkpoint_is_named_and_an_older_sampled(
     runs: Path, texts: dict[str, str]
 ) -> None:
     harms: dict[str, Callable[[Path], object]] = {
@@ -210,8 +199,7 @@ def test_corrupt_checkpoint_that_is_asked_for_or_the_last_one_ends_with_65(runs:
     found, said = samples([step_path(runs, 6)], [runs / "r"])
     assert found == ["65", "65"], said
     assert "2 older ones are not sound either" in said
-    job = sample(step_path(runs, 6), ranks=2)
-    assert job.returncode == 65, job
+    job = sample(step_path(runs, 6), ranks=2).ended(65)
     assert "step-000000006: corrupt: elements" in job.stderr, job
     assert (job.stdout, "Traceback" in job.stderr) == ("", False), job
 
@@ -251,14 +239,12 @@ def test_what_is_set_aside_keeps_its_tokenizer_and_the_new_line_has_its_own(
     """Both have the same number of ids, so nothing but the tokenizers themselves tells them apart."""
     assert text_of(step_path(runs, 6), tokenizer_of(books[1]), tmp_path) != texts["r6"]
     changes = {"train__steps": 8, "checkpoint__every": 8}
-    job = train(runs, 1, resume__from=runs / "o", data__path=books[1], **changes)
-    assert job.returncode == 0, job
+    train(runs, 1, resume__from=runs / "o", data__path=books[1], **changes).ended()
     (first,) = (runs / "r" / "checkpoints").glob("aside-*")
     new = text_of(step_path(runs, 8), tokenizer_of(books[1]), tmp_path)
     # With results of its own it begins elsewhere once more: they are set aside, too.
     shutil.copytree(runs / "r", runs / "again")
-    job = train(runs, 1, run__name="again", resume__from=first, data__path=books[0], **changes)
-    assert job.returncode == 0, job
+    train(runs, 1, run__name="again", resume__from=first, data__path=books[0], **changes).ended()
     second = max((runs / "again" / "checkpoints").glob("aside-*"))
     assert (second / "model.safetensors").exists()
     newest = text_of(step_path(runs, 8, "again"), tokenizer_of(books[0]), tmp_path)
@@ -315,21 +301,17 @@ def test_checkpoint_without_a_tokenizer_is_read_with_the_token_file_of_its_run_a
     assert "it was not saved by hpczero.train" in said
 
 
-def test_run_does_not_go_on_with_tokens_of_another_tokenizer(
-    runs: Path, books: tuple[Path, Path]
-) -> None:
+def test_run_refuses_tokens_of_another_tokenizer(runs: Path, books: tuple[Path, Path]) -> None:
     """Also where all else that a checkpoint says of its data is the same."""
 
     def change(body: dict[str, Any]) -> None:
         body["meta"]["extra"]["tokenizer"] = tokenizer_of(books[1]).to_json()
 
     resigned(step_path(runs, 6), change)
-    job = train(runs, 1, data__path=books[0], train__steps=8)
-    assert job.returncode == 78, job
+    job = train(runs, 1, data__path=books[0], train__steps=8).ended(78)
     assert "tokenizer was bpe of 290 ids, " in job.stderr, job
     strip(step_path(runs, 6), "tokenizer")  # what an earlier version saved goes on
-    job = train(runs, 1, data__path=books[0], train__steps=8)
-    assert job.returncode == 0, job
+    train(runs, 1, data__path=books[0], train__steps=8).ended()
     assert "tokenizer" in read_manifest(step_path(runs, 8)).meta["extra"]
 
 

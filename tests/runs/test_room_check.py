@@ -7,6 +7,7 @@ import math
 import re
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,29 @@ import pytest
 from hpczero.accelerator import HostAccelerator
 from hpczero.errors import ConfigError, OutOfMemory
 from hpczero.job.limits import ProcessMemory, Room, usage
-from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
-from hpczero.models import PRESETS, parameter_shapes
+from hpczero.models import PRESETS, GPTConfig, parameter_shapes
+from hpczero.options.config import ActivationOptions, ModelOptions, OffloadOptions, RunConfig
 from hpczero.plan import spread
 from hpczero.plan.alternatives import alternatives, describe
-from hpczero.plan.offload import Offload
+from hpczero.plan.offload import MIB, Medium, Offload
 from hpczero.plan.peak import PlannedRun
 from hpczero.plan.plan import Plan
 from hpczero.plan.sizing import blockwise_plan
+from hpczero.run.starting import choosing
 from hpczero.run.starting.room_check import Bound, RoomCheck, gather_bounds
 from tests.helpers.mpirun import run_command
+from tests.helpers.planned import planned
 
 XL = PRESETS["gpt2-xl"]
-RUN = PlannedRun(
-    XL,
-    Mesh(shard=2),
-    ranks_per_node=2,
-    transport="window",
-    stage=0,
-    precision="fp32",
-    micro_batch=4,
-    accumulation=1,
-    checkpointing=False,
-)
+RUN = planned(XL, stage=0)
+
+
+@pytest.fixture
+def alone() -> Iterator[Topology]:
+    topology = Topology.alone()
+    yield topology
+    topology.free()
 
 
 def test_everything_said_to_fit_fits_and_trains_the_same_batch() -> None:
@@ -99,51 +99,38 @@ def test_low_estimates_lie_below_high_ones_for_every_kind_of_room() -> None:
                 assert bound.least(run) <= bound.most(run), (stage, transport, kind)
 
 
-def test_memory_that_runs_out_inside_a_run_says_what_the_plan_needs() -> None:
-    topology = Topology.alone()
-    small = PRESETS["gpt-micro"]
-    run = dataclasses.replace(RUN.on(1, 1), model=small, transport="flat")
-    check = RoomCheck(topology, HostAccelerator(), title="gpt-micro")
-    try:
-        check.check(run, [])
-        said = r"can't allocate .*stage 0 on 1 rank.*hpczero.plan --"
-        with pytest.raises(OutOfMemory, match=said), check:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: tried 9 bytes")
-        room = Room("a limit", "host", "resident", 2**20, 0)
-        with pytest.raises(
-            ConfigError, match=r"gpt-micro .* needs .* this host, which has 1 MB \(a limit\)"
-        ):
-            RoomCheck(topology, HostAccelerator(), title="gpt-micro").check(run, [room])
-    finally:
-        topology.free()
+def test_memory_that_runs_out_inside_a_run_says_what_the_plan_needs(alone: Topology) -> None:
+    run = dataclasses.replace(RUN.on(1, 1), model=PRESETS["gpt-micro"], transport="flat")
+    check = RoomCheck(alone, HostAccelerator(), title="gpt-micro")
+    check.check(run, [])
+    said = r"can't allocate .*stage 0 on 1 rank.*hpczero.plan --"
+    with pytest.raises(OutOfMemory, match=said), check:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: tried 9 bytes")
+    room = Room("a limit", "host", "resident", 2**20, 0)
+    said = r"gpt-micro .* needs .* this host, which has 1 MB \(a limit\)"
+    with pytest.raises(ConfigError, match=said):
+        RoomCheck(alone, HostAccelerator(), title="gpt-micro").check(run, [room])
 
 
 @pytest.mark.slow
 def test_the_deepest_model_is_refused_after_a_few_plans_of_it(
-    monkeypatch: pytest.MonkeyPatch,
+    alone: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = dataclasses.replace(PRESETS["gpt-nano"], layers=2000, hidden=64, heads=4)
-    planned = []
+    plans = []
 
     def counted(*args: Any, **kwargs: Any) -> Plan:
-        planned.append(kwargs)
+        plans.append(kwargs)
         return blockwise_plan(*args, **kwargs)
 
     monkeypatch.setattr(spread, "blockwise_plan", counted)
     run = dataclasses.replace(RUN.on(1, 1), model=deep, transport="flat")
-    topology = Topology.alone()
-    try:
-        check = RoomCheck(topology, HostAccelerator(), title="gpt-nano")
-        for limit, most in (
-            (1e9, 80),
-            (100e6, 40),
-        ):  # the second is less than a process takes
-            del planned[:]
-            with pytest.raises(ConfigError):
-                check.check(run, [Room("x", "host", "resident", int(limit), 0)])
-            assert len(planned) < most
-    finally:
-        topology.free()
+    check = RoomCheck(alone, HostAccelerator(), title="gpt-nano")
+    for limit, most in ((10**9, 80), (10**8, 40)):  # the second is less than a process takes
+        del plans[:]
+        with pytest.raises(ConfigError):
+            check.check(run, [Room("x", "host", "resident", limit, 0)])
+        assert len(plans) < most
 
 
 def test_more_ranks_are_said_with_the_batch_and_the_nodes_that_they_need() -> None:
@@ -154,19 +141,14 @@ def test_more_ranks_are_said_with_the_batch_and_the_nodes_that_they_need() -> No
     assert "--parallel.nodes 1x2" in words
 
 
-def test_a_smaller_preset_is_said_without_the_sizes_that_were_given() -> None:
+def test_a_smaller_preset_is_said_without_the_sizes_that_were_given(alone: Topology) -> None:
     run = dataclasses.replace(RUN.on(1, 1), transport="flat")
-    topology = Topology.alone()
     room = Room("x", "host", "resident", usage().resident + int(1.5e9), 0)
     given = ["hidden", "checkpoint_activations", "layers"]
-    try:
-        check = RoomCheck(topology, HostAccelerator(), title="gpt2-xl", overridden=given)
-        with pytest.raises(
-            ConfigError, match=r"--model.preset gpt-nano without --model.hidden, --model.layers\)"
-        ):
-            check.check(run, [room])
-    finally:
-        topology.free()
+    check = RoomCheck(alone, HostAccelerator(), title="gpt2-xl", overridden=given)
+    said = r"--model.preset gpt-nano without --model.hidden, --model.layers\)"
+    with pytest.raises(ConfigError, match=said):
+        check.check(run, [room])
 
 
 @pytest.mark.mpi(min_size=2)
@@ -194,9 +176,7 @@ def test_what_does_not_fit_under_the_limit_of_one_rank_is_refused_on_every_rank(
 
 
 @pytest.mark.slow
-def test_a_run_beyond_its_address_space_is_refused_before_anything_is_allocated(
-    tmp_path: Path,
-) -> None:
+def test_a_run_beyond_its_address_space_is_refused_before_any_allocation(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpczero.train", "--run.folder", str(tmp_path)]
     command += ["--data.cache", str(tmp_path), "--data.path", str(tmp_path / "text.txt")]
     (tmp_path / "text.txt").write_text("some words to train on " * 1000)
@@ -217,8 +197,7 @@ def test_a_run_beyond_its_address_space_is_refused_before_anything_is_allocated(
         r"stage 3 on \d+ ranks \(\d+ nodes of 1 like this one\).* would fit", done.stderr
     )
     (asked,) = re.findall(r"More: (python -m hpczero.plan .*)", done.stderr)
-    answer = run_command([sys.executable, *asked.split()[1:]], timeout=60)
-    assert answer.returncode == 0, answer.stderr
+    answer = run_command([sys.executable, *asked.split()[1:]], timeout=60).ended()
     assert "1,47" in answer.stdout  # the very model, with the vocabulary of bytes
 
 
@@ -233,10 +212,60 @@ model = hpczero.zeroify(model, optimizer, stage=2)
 model(torch.randn(4, 2048)).sum().backward()
 optimizer.step()
 """
-    done = run_command([sys.executable, "-c", program], timeout=100)
-    assert done.returncode == 1, done.stderr
+    done = run_command([sys.executable, "-c", program], timeout=100).ended(1)
     assert (
         "out of memory: 33,570,816 parameters at stage 2 on 1 rank(s) take 0.54 GB" in done.stderr
     )
     assert "python -m hpczero.plan --memory" in done.stderr
     assert "Traceback" in done.stderr  # the allocator's own error is there too
+
+
+# --- what rests elsewhere
+
+
+def resting_on(medium: Medium) -> PlannedRun:
+    model = GPTConfig(vocab_size=512, context=64, layers=8, hidden=256, heads=4)
+    offload = Offload(medium, medium, folder="/scratch", window=MIB)
+    run = planned(model, transport="flat", checkpointing=True, offload=offload)
+    kept = dataclasses.replace(run.kept, checkpointing="block", rest=medium, folder="/scratch")
+    return dataclasses.replace(run, kept=kept)
+
+
+@pytest.mark.parametrize("medium", ["host", "disk"])
+def test_a_medium_holds_shards_and_inputs_of_all_ranks_of_the_node_or_is_too_small(
+    medium: Medium,
+) -> None:
+    run = resting_on(medium)
+    asked = 2 * (run.memory.away + run.inputs_away)
+    assert choosing.TierRoom({medium: asked}).holds(run, 2)
+    assert not choosing.TierRoom({medium: asked - 1}).holds(run, 2)
+    other: Medium = "host" if medium == "disk" else "disk"
+    assert choosing.TierRoom({other: 0}).holds(run, 2)
+
+
+def test_a_device_need_not_hold_what_rests_on_the_host() -> None:
+    bound = Bound(Room("the device", "device 0", "device", 10**12, 0), 1, 0.0)
+    host, disk = resting_on("host"), resting_on("disk")
+    assert host.tiered > 0
+    assert bound.most(host) == bound.most(disk)
+    assert bound.least(host) == bound.least(disk)
+    node = Bound(Room("the node", "node", "resident", 10**12, 0), 1, 0.0)
+    assert node.most(host) == node.most(disk) + host.tiered
+
+
+def test_what_is_given_is_left_as_it_is() -> None:
+    folder = OffloadOptions(folder="/scratch")
+    free = choosing.freedom_of(RunConfig(offload=folder), HostAccelerator())
+    assert (free.media, free.rests, free.fractions) == (["disk"], ["disk"], True)
+    given = dataclasses.replace(folder, optimizer="disk")
+    assert not choosing.freedom_of(RunConfig(offload=given), HostAccelerator()).fractions
+    for asked in (
+        RunConfig(offload=folder, model=ModelOptions(checkpoint_activations=True)),
+        RunConfig(offload=folder, activations=ActivationOptions("selective")),
+    ):
+        free = choosing.freedom_of(asked, HostAccelerator())
+        assert (free.checkpointing, free.rests) == ((True,), [])
+    inputs = RunConfig(activations=ActivationOptions(folder="/scratch"))
+    free = choosing.freedom_of(inputs, HostAccelerator())
+    assert (free.media, free.rests, free.folder) == ([], ["disk"], "/scratch")
+    assert choosing.freedom_of(RunConfig(), HostAccelerator()).rests == []

@@ -64,8 +64,7 @@ def test_rank_that_never_starts_mpi_does_not_make_the_others_wait_for_ever(folde
 
 @pytest.fixture(scope="module")
 def on_two_ranks(folder: Path) -> Finished:
-    done = train(2, folder, run__name="two", log__every=10)
-    assert done.returncode == 0, done
+    done = train(2, folder, run__name="two", log__every=10).ended()
     return done
 
 
@@ -129,24 +128,6 @@ def test_learning_rate_follows_the_schedule_of_the_options(folder: Path) -> None
     assert [s.learning_rate for s in steps_of(folder, "two")] == pytest.approx(expected)
 
 
-@pytest.mark.usefixtures("on_two_ranks")
-def test_written_options_are_those_of_the_command_line(folder: Path) -> None:
-    config = load_toml(folder / "two" / "config.toml", RunConfig)
-    assert config.run.name == "two"
-    assert (config.model.hidden, config.train.accumulation) == (32, 2)
-    assert (config.train.global_batch, config.train.micro_batch) == (8, None)
-
-
-@pytest.mark.usefixtures("on_two_ranks")
-def test_final_weights_are_those_of_the_model(folder: Path) -> None:
-    with safe_open(folder / "two" / "model.safetensors", framework="pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert shapes["wte.weight"] == (257, 32)
-    assert shapes["blocks.0.mlp.expansion.bias"] == (128,)
-    assert "lm_head.weight" not in shapes  # tied to wte.weight
-    assert len(shapes) == 1 + 12 + 2
-
-
 def test_header_tells_ranks_units_bytes_data_and_steps_once(on_two_ranks: Finished) -> None:
     text = on_two_ranks.stdout
     assert text.startswith("start: hpczero.train, rank 0 on ")
@@ -180,8 +161,7 @@ def test_header_tells_ranks_units_bytes_data_and_steps_once(on_two_ranks: Finish
 def test_other_ranks_start_from_the_same_weights_and_see_the_same_samples(
     n: int, name: str, options: dict[str, object], folder: Path
 ) -> None:
-    done = train(n, folder, run__name=name, **options)
-    assert done.returncode == 0, done
+    train(n, folder, run__name=name, **options).ended()
     mine, reference = steps_of(folder, name), steps_of(folder, "two")
     # Before the first update only the order of fp32 sums differs; an exchanged sample would show in the third digit.
     assert mine[0].loss == pytest.approx(reference[0].loss, rel=1e-6)
@@ -206,8 +186,7 @@ def test_bf16_checkpointing_bpe_and_mfu_train_and_unwanted_files_stay_away(
         log__tensorboard="false",
         log__peak_tflops=0.5,
         log__level="debug",
-    )
-    assert done.returncode == 0, done
+    ).ended()
     assert {file.name for file in (folder / "bf16").iterdir()} == {
         "checkpoints",
         "config.toml",
@@ -231,8 +210,7 @@ def test_compiled_blocks_train_the_same_and_go_on_from_what_was_not_compiled(
     lengths = {f"plain-{stage}": (8, "false"), name: (4, "false"), f"{name} ": (8, "true")}
     for run, (steps, compiled) in lengths.items():
         options = {"run__name": run.strip(), "train__steps": steps, "model__compile": compiled}
-        done = train(2, folder, **common, **options)
-        assert done.returncode == 0, done
+        done = train(2, folder, **common, **options).ended()
     assert "compiled by torch.compile in the first steps: 2 modules" in done.stdout
     plain, found = steps_of(folder, f"plain-{stage}"), steps_of(folder, name)
     assert [s.step for s in found] == list(range(1, 9))
@@ -242,51 +220,28 @@ def test_compiled_blocks_train_the_same_and_go_on_from_what_was_not_compiled(
         assert not any("_orig_mod" in key for key in weights.keys())  # noqa: SIM118
 
 
-@pytest.mark.usefixtures("on_two_ranks")
-def test_run_is_not_overwritten_unless_asked(folder: Path) -> None:
-    before = (folder / "two" / "metrics.jsonl").read_text()
-    done = train(2, folder, run__name="two")
-    assert done.returncode == 78, done
-    assert "holds a finished run" in done.stderr
-    assert "--run.overwrite true" in done.stderr
-    assert (folder / "two" / "metrics.jsonl").read_text() == before
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"train__step": 3}, ["--train.step", "--train.steps"]),
-        ({"train__batch_size": 8}, ["--train.global_batch, --train.micro_batch"]),
-        ({"train__steps": "many"}, ["--train.steps", "'many'"]),
-        ({"parallel__stage": 7}, ["--parallel.stage", "'7'"]),
         ({"train__global_batch": 9}, ["train.global_batch", "got 9", "2 rank(s)", "8 or 12"]),
         ({"data__path": "missing.h5"}, ["missing.h5", "no such token file"]),
-        ({"data__path": "missing"}, ["missing", "no such file or folder"]),
         ({"data__path": os.devnull}, [os.devnull]),
-        ({"model__context": 100_000}, ["100000", "tokens"]),
         ({"parallel__nodes": "2x2"}, ["nodes 2x2", "the job has 2"]),
+        ({"offload__optimizer": "host", "offload__delayed": "true"}, ["delayed with step device"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_bad_input_ends_the_job_with_78_a_message_and_no_results(
     options: dict[str, object], expected: list[str], tmp_path: Path
 ) -> None:
-    done = train(2, tmp_path, run__name="bad", **options)
-    assert done.returncode == 78, done
+    done = train(2, tmp_path, run__name="bad", **options).ended(78)
     errors = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
     assert errors
     for line in errors:
         for part in expected:
             assert part in line, done
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "bad").exists()
-
-
-def test_empty_corpus_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    done = train(2, tmp_path, data__path=tmp_path / "empty.txt", run__name="bad")
-    assert done.returncode == 78, done
-    assert "empty.txt: holds no text" in done.stderr
     assert not (tmp_path / "bad").exists()
 
 
@@ -301,8 +256,9 @@ runpy.run_module("hpczero.train", run_name="__main__")
 
 
 def test_ranks_started_with_other_options_are_named(tmp_path: Path) -> None:
-    done = run_ranks(2, ["-c", SEED_IS_RANK, "--run.folder", str(tmp_path)], timeout=LIMIT_S)
-    assert done.returncode == 78, done
+    done = run_ranks(2, ["-c", SEED_IS_RANK, "--run.folder", str(tmp_path)], timeout=LIMIT_S).ended(
+        78
+    )
     assert "on rank(s) 1, could not agree on the options" in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -335,3 +291,31 @@ def test_one_rank_raising_in_forward_ends_the_job_at_once() -> None:
     done = run_ranks(3, ["-c", ONE_RANK_RAISES], timeout=60)  # the watchdog waits half an hour
     assert done.returncode != 0
     assert "[rank 1] ArithmeticError: this rank cannot go on" in done.stderr
+
+
+# --- a part of the model elsewhere
+
+ON_HOST = {"offload__optimizer": "host", "offload__gradients": "host", "offload__step": "host"}
+
+
+@pytest.mark.slow
+def test_fraction_and_side_change_no_loss_and_delay_all_but_the_first(folder: Path) -> None:
+    def run(name: str, **options: object) -> tuple[Finished, list[StepMetrics]]:
+        given = {"train__steps": 8, "evaluation__every": 4, "model__layers": 3, **options}
+        done = train(2, folder, run__name=name, **given).ended()
+        return done, steps_of(folder, name)
+
+    _, resident = run("resident")
+    said, part = run("part", **ON_HOST, offload__fraction=0.5)
+    assert "stepped on by the host, at least 50.0% of them" in said.stdout, said
+    assert [step.loss for step in part] == [step.loss for step in resident]
+    assert [step.held_out_loss for step in part] == [step.held_out_loss for step in resident]
+    delayed, late = run("delayed", **ON_HOST, offload__delayed="true")
+    assert "one step late (this changes the result)" in delayed.stdout, delayed
+    assert "this changes the result (delayed=True)" in delayed.said, delayed
+    first, *others = [a.loss == b.loss for a, b in zip(late, resident, strict=True)]
+    assert first
+    assert not any(others)
+    assert late[-1].loss < late[0].loss
+    _, twice = run("again", **ON_HOST, offload__delayed="true")
+    assert [step.loss for step in twice] == [step.loss for step in late]

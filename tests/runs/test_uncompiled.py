@@ -37,8 +37,9 @@ def test_training_does_not_import_the_compiler(
         "checkpoint__every": 1,
         "evaluation__batches": 1,
     }
-    done = run_command([sys.executable, "-c", TRAINS, *options(tmp_path, **changes)[2:]], LIMIT_S)
-    assert done.returncode == 0, done
+    done = run_command(
+        [sys.executable, "-c", TRAINS, *options(tmp_path, **changes)[2:]], LIMIT_S
+    ).ended()
     assert "compiler: False False" in done.stdout
 
 
@@ -73,8 +74,9 @@ assert "torch._dynamo.symbolic_convert" in sys.modules
 for after in (trained(True), trained(False)):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 assert standin.config.error_on_nested_fx_trace is torch._dynamo.config.error_on_nested_fx_trace
+true = torch._dynamo
 leave_out_compiler()
-assert torch._dynamo is not standin
+assert torch._dynamo is true, "where the compiler is in already nothing changes"
 """
 
 
@@ -90,15 +92,4 @@ assert torch._dynamo is not standin
     ],
 )
 def test_compiler_is_itself_from_its_first_use_on(use: str) -> None:
-    done = run_command([sys.executable, "-c", USES % use], LIMIT_S)
-    assert done.returncode == 0, done
-
-
-@pytest.mark.slow
-def test_where_the_compiler_is_in_already_nothing_changes() -> None:
-    program = (
-        "import torch._dynamo; true = torch._dynamo; from hpczero.accelerator.choice import leave_out_compiler; "
-        "leave_out_compiler(); assert torch._dynamo is true"
-    )
-    done = run_command([sys.executable, "-c", program], LIMIT_S)
-    assert done.returncode == 0, done
+    run_command([sys.executable, "-c", USES % use], LIMIT_S).ended()

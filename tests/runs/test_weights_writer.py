@@ -165,11 +165,7 @@ def test_final_weights_are_the_file_of_the_whole_model(
 
 
 def card_of(config: Any) -> dict[str, Any]:
-    return {
-        "model": dataclasses.asdict(config),
-        "tokenizer": ByteTokenizer().to_json(),
-        "step": 7,
-    }
+    return {"model": dataclasses.asdict(config), "tokenizer": ByteTokenizer().to_json(), "step": 7}
 
 
 @pytest.mark.mpi
