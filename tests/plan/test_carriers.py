@@ -140,8 +140,7 @@ def test_bytes_on_a_nodes_link_are_at_most_a_tenth_more_than_between_even_nodes(
         for node in range(many)
     ]
     for node, members in enumerate(nodes):
-        received = (
-            (many - 1) * len(members) * shard
-        )  # by hand: each of its shards from each other node
+        # By hand: each of its shards from each other node
+        received = (many - 1) * len(members) * shard
         assert sent[node] + received <= 1.1 * even
     assert sum(sent) == (many - 1) * numel

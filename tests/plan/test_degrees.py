@@ -14,6 +14,7 @@ from hpczero.models.config import GPTConfig
 from hpczero.options.config import LayoutOptions
 from hpczero.options.reading import read_run_config
 from hpczero.plan.degrees import check_model, check_on_nodes, mesh_of
+from tests.helpers.refused import refused
 
 MODEL = GPTConfig(vocab_size=11, context=12, layers=5, hidden=18, heads=6)
 
@@ -89,10 +90,8 @@ def test_shards_of_a_node_never_leave_it(
 def test_degrees_that_cannot_be_are_refused_by_name(
     options: LayoutOptions, ranks: int, local: int, expected: list[str]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(*expected):
         mesh_of(options, ranks, local)
-    for part in expected:
-        assert part in str(caught.value)
 
 
 def test_tensor_groups_that_a_launcher_has_spread_are_refused() -> None:
@@ -115,10 +114,8 @@ def test_tensor_groups_that_a_launcher_has_spread_are_refused() -> None:
     ],
 )
 def test_model_that_cannot_be_cut_so_is_named(options: LayoutOptions, expected: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(*expected):
         check_model(options, MODEL)
-    for part in expected:
-        assert part in str(caught.value)
 
 
 def test_tokens_that_context_does_not_divide_are_named() -> None:
@@ -161,10 +158,8 @@ def test_model_that_can_be_cut_is_let_through(options: LayoutOptions) -> None:
 def test_values_without_a_meaning_together_are_refused(
     options: LayoutOptions, stage: int, auto: bool, expected: list[str]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(*expected):
         options.check(stage=stage, auto=auto)
-    for part in expected:
-        assert part in str(caught.value)
 
 
 def test_schedule_follows_from_interleave_unless_it_is_given() -> None:

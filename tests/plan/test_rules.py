@@ -102,24 +102,18 @@ def build(*units: tuple[str, ...]) -> Plan:
     return Plan.build(gpt(), num_shards=2, stage=3, rule=lambda model: list(units))
 
 
-def test_unknown_module_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"'blocks\.7', which is not a submodule"):
-        build(("blocks.0",), ("blocks.7",))
-
-
-def test_model_itself_cannot_be_listed() -> None:
-    with pytest.raises(PlanError, match="'', which is not a submodule"):
-        build(("",))
-
-
-def test_module_in_two_units_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"lists module 'blocks\.0' twice"):
-        build(("blocks.0",), ("blocks.1", "blocks.0"))
-
-
-def test_unit_inside_another_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"nests units: .*'blocks\.0' and 'blocks\.0\.mlp'"):
-        build(("blocks.0.mlp",), ("blocks.0",))
+@pytest.mark.parametrize(
+    ("units", "said"),
+    [
+        ([("blocks.0",), ("blocks.7",)], r"'blocks\.7', which is not a submodule"),
+        ([("",)], "'', which is not a submodule"),
+        ([("blocks.0",), ("blocks.1", "blocks.0")], r"lists module 'blocks\.0' twice"),
+        ([("blocks.0.mlp",), ("blocks.0",)], r"nests units: .*'blocks\.0' and 'blocks\.0\.mlp'"),
+    ],
+)
+def test_units_that_cannot_be_are_refused(units: list[tuple[str, ...]], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        build(*units)
 
 
 def test_unit_of_several_modules_holds_the_parameters_of_all() -> None:

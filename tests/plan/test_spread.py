@@ -135,9 +135,8 @@ def test_second_shard_takes_its_part_of_the_node_and_saves_a_quarter_between_nod
     assert second.shares(0).secondary == whole // 4
     assert second.shares(0).states - plain.shares(0).states == whole // 4
     before, after = sent_by(plain, 0).shards, sent_by(second, 0).shards
-    assert (
-        before.between * 6 == after.between * 8
-    )  # bf16: 8 Psi of which 2 are gathered for backward
+    # Bf16: 8 Psi of which 2 are gathered for backward
+    assert before.between * 6 == after.between * 8
     assert sent_by(plain, 0).all_gathers == sent_by(second, 0).all_gathers
     # forward: 3 peers and 2 nodes; backward: quarters of all to three peers
     shard = whole // 2 // 8
@@ -171,9 +170,8 @@ def test_sums_of_tensor_ranks_are_eight_bsh(parallel: bool, checkpointing: bool)
     )
     bsh = 2 * 64 * 64
     per_block = 12 if checkpointing else 8
-    elements = (
-        (8 * per_block + 4) * bsh * 3 * 3 // 4
-    )  # 8 blocks, two ends, 3 micro-batches, (t - 1) / t
+    # 8 blocks, two ends, 3 micro-batches, (t - 1) / t
+    elements = (8 * per_block + 4) * bsh * 3 * 3 // 4
     assert sent_by(spread, 0).tensor == Wire(2 * elements, 0)
 
 

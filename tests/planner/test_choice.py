@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
-from hpczero.job.mesh import Mesh
 from hpczero.models.config import GPTConfig
 from hpczero.plan.offload import Offload
 from hpczero.plan.peak import PlannedRun
@@ -16,24 +15,14 @@ from hpczero.planner.choice import Freedom, candidates, choose, describe, lines,
 from hpczero.planner.search import foretell_on
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.predict.model import Prediction
+from tests.helpers.planned import planned
 
 MODEL = GPTConfig(vocab_size=512, context=64, layers=4, hidden=128, heads=2)
 DISK = Freedom(media=["disk"], folder="/scratch")
 
 
 def asked(**changes: object) -> PlannedRun:
-    run = PlannedRun(
-        MODEL,
-        Mesh(shard=2),
-        ranks_per_node=2,
-        transport="window",
-        stage=3,
-        precision="fp32",
-        micro_batch=6,
-        accumulation=1,
-        checkpointing=False,
-    )
-    return dataclasses.replace(run, **changes)  # type: ignore[arg-type]
+    return planned(MODEL, **{"micro_batch": 6, **changes})
 
 
 def machine(**changes: object) -> Machine:

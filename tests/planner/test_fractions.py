@@ -30,6 +30,7 @@ from hpczero.planner.choice import (
 from hpczero.planner.search import balance_on, foretell_on, least_units, search, sizes_of
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.run.starting.precheck import activations_of, offload_of
+from tests.helpers.planned import planned
 
 MODEL = GPTConfig(vocab_size=4096, context=256, layers=12, hidden=512, heads=8)
 SMALL = Offload(window=MIB)  # blocks of staging that a small model can save by
@@ -38,19 +39,7 @@ DISK = Freedom(media=["disk"], rests=["disk"], folder="/scratch")
 
 
 def asked(model: GPTConfig = MODEL, **changes: object) -> PlannedRun:
-    run = PlannedRun(
-        model,
-        Mesh(shard=2),
-        ranks_per_node=2,
-        transport="window",
-        stage=3,
-        precision="fp32",
-        micro_batch=8,
-        accumulation=1,
-        checkpointing=False,
-        offload=SMALL,
-    )
-    return dataclasses.replace(run, **changes)  # type: ignore[arg-type]
+    return planned(model, **{"micro_batch": 8, "offload": SMALL, **changes})
 
 
 def machine() -> Machine:

@@ -138,9 +138,8 @@ def test_host_time_is_rounds_messages_and_launches() -> None:
     assert found.messages == 5 * 49
     assert found.host_s == pytest.approx(5 * (1e-3 + 49e-5 + 4e-4))
     assert found.host_s <= found.seconds
-    apart = rails(machine, spans=False).reduce(
-        1_132_672, 2, 4
-    )  # 50 parts, each asked for and summed
+    # 50 parts, each asked for and summed
+    apart = rails(machine, spans=False).reduce(1_132_672, 2, 4)
     assert apart.host_s == pytest.approx(5 * (50 * 1e-3 + 49e-5 + 53e-4))
     alone = rails(machine, local=1).reduce(4096, 2, 2)
     assert alone.host_s == pytest.approx(1e-3 + 49e-5 + 4e-4 + 1e-6)  # rounded again to travel
