@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from tests.helpers.mpirun import run_ranks
 
 
+def program(code: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    given = {"stderr": subprocess.PIPE, "text": True, "timeout": 60, **how}
+    return subprocess.run([sys.executable, "-c", code], check=False, **given)
+
+
+def raising(error: str) -> subprocess.CompletedProcess[str]:
+    return program(f"from hpczero import errors\ndef main():\n    raise {error}\nerrors.run(main)")
+
+
 @pytest.mark.parametrize("lines", [1, 100_000])  # fits into the pipe's buffers; does not
 def test_command_piped_into_a_reader_that_leaves_says_nothing(lines: int) -> None:
-    program = (
+    code = (
         "import sys; sys.stdin.read(); from hpczero import errors\n"
         f"def main():\n    for number in range({lines}):\n        print(number)\n"
         "errors.run(main)"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -33,14 +43,7 @@ def test_command_piped_into_a_reader_that_leaves_says_nothing(lines: int) -> Non
 
 
 def test_broken_pipe_that_is_not_our_output_is_an_error() -> None:
-    program = (
-        "from hpczero import errors\n"
-        "def main():\n    raise BrokenPipeError('the loader died')\n"
-        "errors.run(main)"
-    )
-    command = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    command = raising("BrokenPipeError('the loader died')")
     assert command.returncode == 1
     assert "BrokenPipeError: the loader died" in command.stderr
 
@@ -58,38 +61,28 @@ def test_broken_pipe_that_is_not_our_output_is_an_error() -> None:
     ],
 )
 def test_machine_that_has_no_more_to_give_is_told_in_one_line(raised: str, said: str) -> None:
-    program = f"from hpczero import errors\ndef main():\n    raise {raised}\nerrors.run(main)"
-    command = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    command = raising(raised)
     assert command.returncode == 1
     assert said in command.stderr
     assert command.stderr.count("\n") == 1
 
 
 def test_output_on_a_full_disk_is_one_line_and_exit_code_1() -> None:
+    record = "import runpy; runpy.run_module('hpczero.doctor.record', run_name='__main__')"
     with open("/dev/full", "w") as full:
-        command = subprocess.run(
-            [sys.executable, "-m", "hpczero.doctor.record"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-        )
+        command = program(record, stdout=full)
     assert command.returncode == 1
     assert "No space left on device" in command.stderr
     assert command.stderr.count("\n") == 1
 
 
 def test_log_on_a_full_disk_does_not_end_a_run() -> None:
-    program = "from hpczero.job import log\nlog.configure(rank=0, node_index=0, level='info')\n"
-    program += "for n in range(5000): log.info('line %d of a log that nobody will read', n)\n"
-    program += "import os, sys; os.write(2, b'alive'); os._exit(0)"
+    code = "from hpczero.job import log\nlog.configure(rank=0, node_index=0, level='info')\n"
+    code += "for n in range(5000): log.info('line %d of a log that nobody will read', n)\n"
+    code += "import os, sys; os.write(2, b'alive'); os._exit(0)"
     with open("/dev/full", "w") as full:
-        command = subprocess.run(
-            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, timeout=60
-        )
-    assert (command.returncode, command.stderr) == (0, b"alive")
+        command = program(code, stdout=full)
+    assert (command.returncode, command.stderr) == (0, "alive")
 
 
 AGREED = """

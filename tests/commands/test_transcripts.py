@@ -23,14 +23,7 @@ from tests import test_examples as examples
 from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import ROOT
 from tests.helpers.short_probe import write_launcher
-from tests.helpers.transcripts import (
-    Shown,
-    Tree,
-    blocks,
-    commands_of,
-    named_variables,
-    scripts_of,
-)
+from tests.helpers.transcripts import Shown, Tree, blocks, commands_of, named_variables, scripts_of
 from tests.slurm.cluster import SlurmCluster, why_not
 
 README = ROOT / "README.md"
@@ -113,9 +106,8 @@ TRAINS = Verdict(after=SMALL, shows="done: python -m hpczero.sample")
 DRY = Verdict(
     before="DRY_RUN=1 ", shows="nothing is submitted|scaling.sweep .* --by sbatch", needs=CLUSTER
 )
-BESIDE = Verdict(
-    before="DRY_RUN=1 slurm/", shows=DRY.shows, needs="Job script"
-)  # slurm/README.md names its neighbours
+# Slurm/README.md names its neighbours
+BESIDE = Verdict(before="DRY_RUN=1 slurm/", shows=DRY.shows, needs="Job script")
 
 TABLE = {
     "install/launch.sh 2 .venv/bin/python -m hpczero.train --run.name mine --data.path my.txt "
@@ -289,8 +281,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
         python -m hpczero.data prepare README.md docs --out tokens.h5 &&
         python -m hpczero.train --run.name given --data.path tokens.h5 {SMALL}
     """
-    done = made.type(given, env={}, limit_s=LIMIT_S)
-    assert done.returncode == 0, done
+    made.type(given, env={}, limit_s=LIMIT_S).ended()
     return made
 
 
@@ -310,8 +301,7 @@ def test_command_does_what_the_page_says(shown: Shown, tree: Tree) -> None:
     asked = verdict(shown)
     page = ROOT / shown.page
     variables = named_variables(page) or named_variables(RUNNING)
-    done = tree.type(asked.typed(shown.text), env=variables, limit_s=LIMIT_S)
-    assert done.returncode == asked.code, done
+    done = tree.type(asked.typed(shown.text), env=variables, limit_s=LIMIT_S).ended(asked.code)
     assert re.search(asked.shows, done.stdout + done.stderr, re.DOTALL), done
 
 
@@ -377,8 +367,7 @@ def test_nothing_that_is_typed_changes_the_environment(tree: Tree) -> None:
     environment = Path(sys.prefix)
     scripts = sorted(path.name for path in (environment / "bin").iterdir())
     asked = "make setup && pip install --quiet --no-index --no-deps --no-build-isolation . && readlink -f .venv"
-    done = tree.type(asked, env={}, limit_s=LIMIT_S)
-    assert done.returncode == 0, done
+    done = tree.type(asked, env={}, limit_s=LIMIT_S).ended()
     assert "setup: nothing to do" in done.stdout
     assert sorted(path.name for path in (environment / "bin").iterdir()) == scripts
     assert (tree.folder / "installed" / "hpczero" / "py.typed").is_file()

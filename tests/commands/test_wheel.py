@@ -28,8 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
     build = (
         "python -m pip wheel --quiet --no-index --no-build-isolation --no-deps --wheel-dir wheels ."
     )
-    done = tree.type(build, env={}, limit_s=100)
-    assert done.returncode == 0, done
+    tree.type(build, env={}, limit_s=100).ended()
     (path,) = (tree.folder / "wheels").iterdir()
     return zipfile.Path(path)
 
@@ -41,29 +40,14 @@ def site(wheel: zipfile.Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     archive = wheel.root.filename
     assert archive is not None
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    done = run_command([*install, "--target", home / "site", archive], timeout=100)
-    assert done.returncode == 0, done
-    for command in (
-        ["init", "--quiet"],
-        [
-            "-c",
-            "user.name=a",
-            "-c",
-            "user.email=a@b",
-            "commit",
-            "--quiet",
-            "--allow-empty",
-            "-m",
-            "of another",
-        ],
-    ):
-        subprocess.run(["git", *command], cwd=home, check=True)
+    run_command([*install, "--target", home / "site", archive], timeout=100).ended()
+    somebody = "-c user.name=a -c user.email=a@b"
+    for words in ("init --quiet", f"{somebody} commit --quiet --allow-empty -m another's"):
+        subprocess.run(["git", *words.split()], cwd=home, check=True)
     return home / "site"
 
 
-def test_wheel_holds_the_package_the_measurements_their_machines_and_the_scripts(
-    wheel: zipfile.Path,
-) -> None:
+def test_wheel_holds_package_measurements_machines_and_scripts(wheel: zipfile.Path) -> None:
     names = set(wheel.root.namelist())
     data = f"{next(n for n in names if '.dist-info/' in n).partition('.dist-info')[0]}.data/data"
     in_tree = {
@@ -86,15 +70,12 @@ def test_wheel_holds_the_package_the_measurements_their_machines_and_the_scripts
     assert {name.split("/")[0] for name in names if ".d" not in name} == {"hpczero", "scaling"}
 
 
-def test_installed_commands_and_measurements_write_where_the_user_is(
-    site: Path, tmp_path: Path
-) -> None:
+def test_installed_commands_and_studies_write_where_the_user_is(site: Path, tmp_path: Path) -> None:
     shutil.copy(RECORD, tmp_path)
     before = sorted(site.rglob("*.jsonl"))
 
     def typed(*words: str | Path) -> str:
-        done = run_command([*words], 100, {"PYTHONPATH": os.fspath(site)}, tmp_path)
-        assert done.returncode == 0, done
+        done = run_command([*words], 100, {"PYTHONPATH": os.fspath(site)}, tmp_path).ended()
         return done.stdout
 
     sizes = ("--model", "gpt2", "--ranks", "8", "--memory", "8GB")
@@ -109,9 +90,7 @@ def test_installed_commands_and_measurements_write_where_the_user_is(
     assert sorted(site.rglob("*.jsonl")) == before
 
 
-def test_installed_code_does_not_take_the_commit_of_a_repository_around_it(
-    site: Path, tmp_path: Path
-) -> None:
+def test_installed_code_has_no_commit_of_a_repository_around_it(site: Path, tmp_path: Path) -> None:
     code = (
         "import scaling.evidence.record, hpczero.doctor.record as doctor\n"
         "print(scaling.evidence.record.__file__, scaling.evidence.record.commit(), repr(doctor.commit()))"

@@ -94,13 +94,11 @@ def test_run_keeps_documents_apart_on_any_ranks_and_says_so_when_it_goes_on(tmp_
         ("one", 1, {"data__documents": "separate"}),
         ("two", 2, {"data__documents": "separate", "activations__checkpointing": "block"}),
     ):
-        done = train(tmp_path / name, ranks, **given, **more)
-        assert done.returncode == 0, done
+        train(tmp_path / name, ranks, **given, **more).ended()
         found.append(losses(tmp_path / name))
     assert found[1] == pytest.approx(found[2], rel=1e-6)
     assert found[0][0] != pytest.approx(found[1][0], rel=1e-6)
-    other = train(tmp_path / "one", 1, **{**given, "train__steps": 6})
-    assert other.returncode == 78
+    other = train(tmp_path / "one", 1, **{**given, "train__steps": 6}).ended(78)
     assert "data.documents was separate and is joined" in other.stderr
 
 
