@@ -5,18 +5,24 @@ Each scenario is a small test file of its own, run by the real ``tests/run.py`` 
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
+from tests.helpers import mpirun
+from tests.helpers.mpirun import ROOT, Finished, run_alone, run_command, run_ranks
+from tests.helpers.pace import REFERENCE_S, SLOWEST, Limit, pace
 from tests.helpers.processes import Process, end_family, launch_environment
+from tests.helpers.session_folder import kept_session_folder
 
 PLUGIN = ["-p", "tests.conftest", "-c", "setup.cfg"]
 
@@ -29,15 +35,14 @@ def write_tests(folder: Path, body: str) -> Path:
 
 def run_all(path: Path, ranks: str, *options: str) -> Finished:
     """``tests/run.py`` on one throw-away file."""
-    command: list[str | Path] = [
-        sys.executable,
-        "tests/run.py",
-        path,
-        f"--rootdir={path.parent}",
-        *PLUGIN,
-        *options,
-    ]
-    return run_command(command, timeout=90, env={"HPCZERO_TEST_RANKS": ranks})
+    command: list[str | Path] = [sys.executable, "tests/run.py", path, *PLUGIN]
+    command.append(f"--rootdir={path.parent}")
+    return run_command([*command, *options], timeout=90, env={"HPCZERO_TEST_RANKS": ranks})
+
+
+def summary(finished: Finished, code: int = 1) -> str:
+    """The last line of a run that ended with ``code``."""
+    return finished.ended(code).stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +107,7 @@ def trouble(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def test_run_with_failures_ends_with_the_sum_and_a_bad_code(trouble: Finished) -> None:
     # passed: good, after_the_deadlock, two; failed: bad_on_one, deadlock, dies, skips_on_one;
     # skipped: skips, and three and many, which no phase had ranks for
-    assert trouble.returncode == 1, trouble
-    assert trouble.stdout.splitlines()[-1] == "3 passed, 4 failed, 3 skipped", trouble
+    assert summary(trouble) == "3 passed, 4 failed, 3 skipped"
 
 
 def test_failure_on_one_rank_fails_the_test_and_names_the_rank(trouble: Finished) -> None:
@@ -153,8 +157,7 @@ def test_hang_in_one_process_ends_with_its_jobs_and_the_rest_still_runs(tmp_path
             assert 1 + 1 == 2
     """
     finished = run_all(write_tests(tmp_path, body), "0")
-    assert finished.returncode == 1, finished
-    assert finished.stdout.splitlines()[-1] == "1 passed, 1 failed, 0 skipped", finished
+    assert summary(finished) == "1 passed, 1 failed, 0 skipped"
     # the second lane's errors are in its output, which is shown when it has ended
     assert " in test_waits" in finished.stdout + finished.stderr, finished
     assert Process.read(int((tmp_path / "pid").read_text())) is None, "the test's own job lives on"
@@ -209,15 +212,13 @@ def test_lanes_run_each_test_once_side_by_side_and_what_is_alone_after_them(tmp_
 )
 def test_no_test_run_is_not_a_success(tmp_path: Path, body: str) -> None:
     finished = run_all(write_tests(tmp_path, body), "0", "-k", "absent")
-    assert finished.returncode == 1, finished
-    assert finished.stdout.splitlines()[-1] == "0 passed, 0 failed, 0 skipped", finished
+    assert summary(finished) == "0 passed, 0 failed, 0 skipped"
 
 
 @pytest.mark.tool
 def test_file_that_cannot_be_collected_is_a_failure(tmp_path: Path) -> None:
     finished = run_all(write_tests(tmp_path, "import absent_module\n"), "0")
-    assert finished.returncode == 1, finished
-    assert finished.stdout.splitlines()[-1] == "0 passed, 1 failed, 0 skipped", finished
+    assert summary(finished) == "0 passed, 1 failed, 0 skipped"
 
 
 @pytest.mark.tool
@@ -302,15 +303,15 @@ def test_parallel_assert_fails_on_every_rank_and_names_the_wrong_ones() -> None:
             assert "rank 1: saw 1" in str(error), error
             print("failed together\\n", end="", flush=True)
     """
-    finished = run_ranks(3, ["-c", textwrap.dedent(code)], timeout=60)
-    assert finished.returncode == 0, finished
+    finished = run_ranks(3, ["-c", textwrap.dedent(code)], timeout=60).ended()
     assert finished.stdout.count("failed together") == 3, finished
 
 
 @pytest.mark.tool
 def test_launcher_refuses_a_bad_number_of_ranks_with_the_line_to_type() -> None:
-    finished = run_command([ROOT / "install" / "launch.sh", "two", "hostname"], timeout=20)
-    assert finished.returncode == 78
+    finished = run_command([ROOT / "install" / "launch.sh", "two", "hostname"], timeout=20).ended(
+        78
+    )
     assert "type: install/launch.sh 2 hostname" in finished.stderr
 
 
@@ -326,6 +327,101 @@ def test_what_is_found_when_all_tests_have_passed_is_told_and_ends_nothing(tmp_p
                 cycle = Cycle()
                 cycle.itself, cycle.file = cycle, open(__file__)
     """
-    finished = run_all(write_tests(tmp_path, body), "2")
-    assert finished.returncode == 0, finished
+    finished = run_all(write_tests(tmp_path, body), "2").ended()
     assert "unclosed file" in finished.stderr, finished
+
+
+# --- which mpirun install/launch.sh takes: that of the interpreter before that of the checkout
+
+
+def program(path: Path, says: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo {says} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout that was set up with an mpirun of its own, and another in PATH."""
+    monkeypatch.delenv("HPCZERO_LAUNCH", raising=False)
+    script = tmp_path / "checkout" / "install" / "launch.sh"
+    script.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "install" / "launch.sh", script)
+    chosen = program(tmp_path / "site" / "mpirun", "of the checkout")
+    kept = tmp_path / "checkout" / ".venv" / "hpczero-mpirun"
+    kept.parent.mkdir()
+    kept.write_text(f"{chosen}\n")
+    path = program(tmp_path / "path" / "mpirun", "of PATH").parent
+    monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
+    return script
+
+
+def launched(launch: Path, command: str) -> str:
+    done = subprocess.run(
+        [launch, "2", command, "-c", "1"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_the_mpirun_beside_the_interpreter_wins(launch: Path, tmp_path: Path) -> None:
+    python = program(tmp_path / "other" / "bin" / "python", "never run")
+    assert launched(launch, str(python)) == f"of the checkout -n 2 {python} -c 1"
+    program(python.parent / "mpirun", "of the interpreter")
+    assert launched(launch, str(python)) == f"of the interpreter -n 2 {python} -c 1"
+    assert launched(launch, "python") == "of the checkout -n 2 python -c 1"
+
+
+def test_without_either_it_is_that_of_the_path(launch: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkout" / ".venv" / "hpczero-mpirun").unlink()
+    assert launched(launch, "hostname") == "of PATH -n 2 hostname -c 1"
+
+
+# --- limits stretch with the pace of the machine, and only so far
+
+
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(2)"]
+
+
+@pytest.mark.parametrize(("took_s", "found"), [(0.2, 1.0), (1.0, 1.0), (2.5, 2.5), (99.0, SLOWEST)])
+def test_pace_is_how_many_times_as_long_a_piece_of_work_takes(took_s: float, found: float) -> None:
+    times = iter((100.0, 100.0 + took_s * REFERENCE_S))
+    assert pace(lambda: next(times)) == pytest.approx(found)
+
+
+def test_a_limit_is_stretched_once_for_each_pace_that_is_found() -> None:
+    limit = Limit(10.0)
+    assert limit.more_s(1.05) == 0.0, "a twentieth is no reason to look again"
+    assert limit.more_s(3.0) == pytest.approx(20.0)
+    assert limit.more_s(3.0) == 0.0, "it has had them"
+    assert limit.more_s(4.0) == pytest.approx(10.0)
+
+
+@pytest.mark.tool
+def test_a_job_on_a_slow_machine_gets_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpirun, "pace", lambda: 1.0)
+    with pytest.raises(pytest.fail.Exception, match="not done within 1 s"):
+        run_command(SLEEPS, 1)
+    monkeypatch.setattr(mpirun, "pace", lambda: SLOWEST)
+    assert run_command(SLEEPS, 1).returncode == 0
+
+
+# --- Open MPI's folder of jobs stays while tests run: jobs side by side take it from one another
+
+
+LISTS = "import os; from mpi4py import MPI; print(*os.listdir(os.environ['TMPDIR']))"
+
+
+@pytest.mark.tool
+@pytest.mark.fresh
+def test_no_job_removes_the_folder_and_it_is_gone_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with kept_session_folder() as folder:
+        marks = sorted(folder.rglob("*"))
+        for run in (partial(run_ranks, 1), run_alone):
+            done = run(["-c", LISTS], 30).ended()
+            assert done.stdout.split() == [folder.name], "a job has its folder here"
+            assert sorted(folder.rglob("*")) == marks
+    assert not list(tmp_path.iterdir())
