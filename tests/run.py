@@ -245,9 +245,8 @@ def run_phases(
     phases: list[Phase], arguments: list[str], expression: str, folder: Path
 ) -> list[Launch]:
     """Run them, one after the other or beside each other, and print a line for each."""
-    found = (
-        folder / "mpi-files"
-    )  # which files have tests for which numbers of ranks, as the first phase finds
+    # Which files have tests for which numbers of ranks, as the first phase finds
+    found = folder / "mpi-files"
     arguments = [*arguments, f"--mpi-files={found}"]
     waiting, running, ended = [*phases], list[Launch](), list[Launch]()
     try:

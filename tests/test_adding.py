@@ -36,8 +36,7 @@ def test_examples_pass_their_tests(folder: Path, ranks: str) -> None:
         f"--rootdir={folder}",
         *("-p", "tests.conftest", "-c", "setup.cfg", f"-opythonpath={ROOT} {folder}"),
     ]
-    done = run_command(command, 350, {"HPCZERO_TEST_RANKS": ranks})
-    assert done.returncode == 0, done
+    done = run_command(command, 350, {"HPCZERO_TEST_RANKS": ranks}).ended()
     summary = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"[1-9]\d* passed, 0 failed, \d+ skipped", summary), done
 

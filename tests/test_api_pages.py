@@ -46,8 +46,7 @@ def make_pages(folder: Path) -> Finished:
 
 @pytest.mark.slow
 def test_every_public_name_has_its_text_on_a_page(tmp_path: Path) -> None:
-    done = make_pages(tmp_path)
-    assert done.returncode == 0, done
+    make_pages(tmp_path).ended()
     for page, names in PUBLIC.items():
         texts = Texts()
         texts.feed((tmp_path / f"{page}.html").read_text())
@@ -64,6 +63,5 @@ sys.argv = [{str(PROGRAM)!r}, {str(tmp_path)!r}]
 runpy.run_path({str(PROGRAM)!r}, run_name="__main__")
 """
     pytest.importorskip("pdoc")
-    done = run_command([sys.executable, "-c", program], 100)
-    assert done.returncode == 1, done
+    done = run_command([sys.executable, "-c", program], 100).ended(1)
     assert "NoSuchName" in done.stderr, done

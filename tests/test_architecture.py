@@ -64,7 +64,6 @@ ENVIRONMENT_READERS = (
     "preflight",
 )
 MAX_ENTRIES = 12  # of the package's folder, beside rooms
-COMMANDS = ("train", "sample", "plan", "doctor", "data", "preflight")
 
 
 @dataclass(frozen=True)
@@ -177,14 +176,17 @@ def test_map_of_the_rooms_is_the_one_in_the_document(house: House) -> None:
     assert document.read_text(encoding="utf-8") == text, "python docs/rooms.py writes it"
 
 
+def imports_of(*libraries: str) -> Iterator[tuple[Module, Import]]:
+    """Imports of the package that begin with one of these words, and where they are."""
+    for module in package().values():
+        for imported in module.imports():
+            if imported.target.partition(".")[0] in libraries:
+                yield module, imported
+
+
 def test_the_package_knows_neither_its_measurements_nor_its_tests() -> None:
-    wrong = [
-        f"{module.where(imported.line)} imports {imported.target}"
-        for module in package().values()
-        for imported in module.imports()
-        if imported.target.partition(".")[0] in ("scaling", "tests", "docs")
-    ]
-    assert wrong == []
+    found = imports_of("scaling", "tests", "docs")
+    assert [f"{m.where(one.line)} imports {one.target}" for m, one in found] == []
 
 
 def test_few_files_lie_beside_the_rooms() -> None:
@@ -216,22 +218,15 @@ def test_models_import_nothing_of_the_rest() -> None:
 
 @pytest.mark.parametrize("library", GUARDED)
 def test_library_is_imported_only_where_it_belongs(library: str) -> None:
-    wrong = [
-        f"{module.where(imported.line)} imports {library}"
-        for module in package().values()
-        for imported in module.imports()
-        if imported.target.split(".")[0] == library and not module.is_in(GUARDED[library])
-    ]
-    assert wrong == []
+    found = imports_of(library)
+    assert [m.where(one.line) for m, one in found if not m.is_in(GUARDED[library])] == []
 
 
 def test_planning_and_the_lowest_rooms_run_without_torch() -> None:
     wrong = [
-        f"{module.where(imported.line)} imports torch"
-        for module in package().values()
-        for imported in module.imports()
-        if imported.target.split(".")[0] == "torch"
-        and not imported.for_types_only
+        module.where(imported.line)
+        for module, imported in imports_of("torch")
+        if not imported.for_types_only
         and module.is_in(TORCH_FREE)
         and not module.is_in(TORCH_ALLOWED)
     ]
@@ -362,12 +357,6 @@ def test_load_probe_sees_what_is_loaded() -> None:
 
 def test_importing_the_package_loads_neither_torch_nor_mpi() -> None:
     assert loads("import hpczero") == set()
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_loads_neither_torch_nor_mpi(command: str) -> None:
-    code = f"import runpy; runpy.run_module('{PACKAGE}.{command}', run_name='__main__', alter_sys=True)"
-    assert loads(code, "--help") == set()
 
 
 FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "rand", "randn"}

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,60 +21,34 @@ from hpczero.options.config import RunConfig
 from hpczero.run.results.metrics import StepMetrics
 from tests.helpers.mpirun import ROOT, run_command, run_ranks
 
-if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
-    pass
-
 README = ROOT / "README.md"
 RUNNING = ROOT / "docs" / "running.md"
 ZERO = ROOT / "docs" / "zero.md"
+ADDING = ROOT / "docs" / "adding.md"  # files and tests of its own, which test_adding.py runs
 GUIDES = [
     README,
-    *(ROOT / folder / "README.md" for folder in ("examples", "slurm")),
+    *(ROOT / folder / "README.md" for folder in ("examples", "scaling", "slurm")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 DOCUMENTS = [*GUIDES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
-COMMANDS = {
-    f"hpczero.{name}"
-    for name in (
-        "train",
-        "sample",
-        "checkpoint",
-        "plan",
-        "doctor",
-        "doctor.record",
-        "preflight",
-        "data",
-    )
-}
+NAMES = "train sample checkpoint plan doctor doctor.record preflight data"
+COMMANDS = {f"hpczero.{name}" for name in NAMES.split()}
 OF_OTHERS = [  # name options of pip, of launchers and of SLURM
     ROOT / "docs" / "install.md",
     ROOT / "docs" / "running-on-slurm.md",
     ROOT / "slurm" / "README.md",
-    ROOT / "docs" / "adding.md",
+    ADDING,
 ]
-MEASURING = {
-    f"scaling.{name}" for name in ("peers", "collectives", "transports", "checkpoint", "gpu")
-}
+STUDIES = "peers collectives transports checkpoint gpu sweep report predict"
+MEASURING = {f"scaling.{name}" for name in STUDIES.split()}
 NOT_OURS = {
-    "--oversubscribe",
-    "--allow-run-as-root",
-    "--section.key",
-    "--signal",
-    "--exclude",
-    "--distribution",
-    "--map-by",
-}  # of a launcher; a placeholder
+    *("--oversubscribe", "--allow-run-as-root", "--map-by"),  # of a launcher
+    *("--signal", "--exclude", "--distribution", "--partition", "--time"),  # of SLURM
+    *("--section.key", "--since", "--extra-index-url"),  # a placeholder, of make quick, of pip
+}
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MB = 1e6
-STUDIES = ROOT / "scaling" / "README.md"
-GUIDES.append(STUDIES)
-DOCUMENTS.append(STUDIES)
-MEASURING |= {f"scaling.{name}" for name in ("sweep", "report", "predict")}
-NOT_OURS |= {"--partition", "--time"}  # of sbatch
-NOT_OURS |= {"--since"}  # of make quick
-NOT_OURS |= {"--extra-index-url"}  # of pip
-ADDING = ROOT / "docs" / "adding.md"  # files and tests of its own, which test_adding.py runs
 
 
 def ids(paths: list[Path]) -> list[str]:
@@ -133,8 +106,7 @@ def test_readmes_first_example_trains_on_two_ranks(tmp_path: Path) -> None:
     program, block = tmp_path / "watched.py", tmp_path / "block.py"
     program.write_text(textwrap.dedent(watched))
     block.write_text(first_example())
-    finished = run_ranks(2, [program, block], timeout=90)
-    assert finished.returncode == 0, finished
+    finished = run_ranks(2, [program, block], timeout=90).ended()
     found = re.findall(r"ranks 2 first ([\d.]+) last ([\d.]+)", finished.stdout)
     assert len(found) == 2, finished
     assert all(float(last) < 0.3 * float(first) for first, last in found), finished
@@ -191,9 +163,8 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 def test_every_file_that_is_named_exists(document: Path) -> None:
     text = LINK.sub(r" \1 ", document.read_text())
     names = re.findall(r"(?<![\w./-])[\w./-]+\.(?:py|md|sh|cfg|txt)\b", text)
-    names = [
-        name for name in names if name not in ("first.py", "my.txt", "mine.py")
-    ]  # the reader's own
+    # The reader's own
+    names = [name for name in names if name not in ("first.py", "my.txt", "mine.py")]
     homes = (ROOT, document.parent, ROOT / "hpczero", ROOT / "slurm")
     assert names
     assert [name for name in names if not any((home / name).is_file() for home in homes)] == []
@@ -218,8 +189,7 @@ def test_every_public_name_exists() -> None:
 
 @cache
 def help_of(*args: str) -> str:
-    finished = run_command([sys.executable, *args, "--help"], timeout=60)
-    assert finished.returncode == 0, finished
+    finished = run_command([sys.executable, *args, "--help"], timeout=60).ended()
     assert finished.stdout.startswith("usage: "), finished
     return finished.stdout
 
