@@ -43,15 +43,6 @@ def test_micro_batches_tile_the_global_batch_in_order(
     assert x.tolist() == [list(range(start, start + seq_len)) for start in starts]
 
 
-@pytest.mark.parametrize("split", [(1, 1), (2, 1), (1, 2), (3, 4), (12, 1), (4, 3)])
-def test_global_batch_does_not_depend_on_world_size(split: tuple[int, int]) -> None:
-    batches = Batches(TOKENS, 9, 12, seed=1)
-    for step in (0, 1, 50):  # the last one spans two epochs or more
-        assert np.array_equal(
-            global_batch(batches, step, *split), global_batch(batches, step, 1, 1)
-        )
-
-
 def test_targets_are_the_next_tokens() -> None:
     x, y = Batches(TOKENS, 9, 4, seed=0).micro_batch(3, 0, 1, 2)
     assert x.shape == y.shape == (2, 9)
@@ -59,16 +50,6 @@ def test_targets_are_the_next_tokens() -> None:
     assert np.array_equal(y, x + 1)
     assert x.flags.c_contiguous
     assert y.flags.c_contiguous
-
-
-def test_one_epoch_covers_every_window_once() -> None:
-    batches = Batches(TOKENS, 10, 5, seed=0)  # 100 windows: 20 steps
-    starts = [
-        row[0]
-        for step in range(20)
-        for row in global_batch(batches, step, world_size=5, accumulation=1)
-    ]
-    assert sorted(starts) == list(range(0, 1000, 10))
 
 
 def test_indivisible_batch_is_refused_with_the_nearest_that_work() -> None:

@@ -45,18 +45,8 @@ def test_file_has_the_same_bytes_on_one_core_and_on_all(folder: Path, tokenizer:
             f"import os, sys; os.sched_setaffinity(0, {cores})\n"
             "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
         )
-        prepare = [
-            "-m",
-            "hpczero.data",
-            "prepare",
-            f"{folder}",
-            "--out",
-            f"{out}",
-            "--tokenizer",
-            tokenizer,
-        ]
-        done = run_command([sys.executable, "-c", code, *prepare], timeout=120)
-        assert done.returncode == 0, done
+        words = f"-m hpczero.data prepare {folder} --out {out} --tokenizer {tokenizer}".split()
+        run_command([sys.executable, "-c", code, *words], timeout=120).ended()
         found.append(out.read_bytes())
     assert found[0] == found[1]
 
@@ -105,7 +95,6 @@ def test_interrupted_learning_of_pairs_ends_at_once(tmp_path: Path) -> None:
         "        raise KeyboardInterrupt\n"
         "run(lambda: watched(learn, interrupt))\n"
     )
-    done = run_command([sys.executable, "-c", program], timeout=WAIT_S, cwd=tmp_path)
-    assert done.returncode == 130, done
+    done = run_command([sys.executable, "-c", program], timeout=WAIT_S, cwd=tmp_path).ended(130)
     assert "learnt" not in done.stdout
     assert not done.stderr, done

@@ -53,6 +53,20 @@ def make(folder: Path, out: Path, **options: Any) -> Path:
     return out
 
 
+@pytest.fixture
+def learned(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The texts that a vocabulary is learned from; it is that of another text."""
+    seen: list[bytes] = []
+    train: Callable[..., BPETokenizer] = BPETokenizer.train
+
+    def spy(texts: Any, vocab_size: int, **options: Any) -> BPETokenizer:
+        seen.extend(texts)
+        return train([b"abc"], vocab_size)
+
+    monkeypatch.setattr(BPETokenizer, "train", spy)
+    return seen
+
+
 def test_file_read_with_plain_h5py_is_the_corpus(folder: Path, tmp_path: Path) -> None:
     out = make(folder, tmp_path / "new/tokens.h5", validation_fraction=0.2)
     corpus = Corpus.of_paths([folder])
@@ -149,9 +163,7 @@ def test_text_that_is_not_utf8_is_told_with_file_and_place(
         make(tmp_path / "bad.txt", tmp_path / "t.h5", tokenizer="bpe", vocab_size=300)
 
 
-def test_long_words_are_told_once_with_their_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_words_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "long.txt").write_bytes(b"a" * 200_000)
     (tmp_path / "texts" / "good.txt").write_bytes(b"hello world\n" * 100)
@@ -161,9 +173,7 @@ def test_long_words_are_told_once_with_their_file(
     assert f"{tmp_path}/texts/long.txt: has a word of more than 256 characters" in told[0]
 
 
-def test_each_of_many_files_is_a_sign_of_life(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_file_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long each look at a file takes, no two of them are without a sign between."""
     for name in range(20):
         (tmp_path / f"{name}.txt").write_text(f"text number {name}\n")
@@ -207,9 +217,7 @@ def test_words_of_one_long_block_are_no_hang_while_they_are_counted(
     assert not progress.is_computing
 
 
-def test_long_wait_for_the_encoder_is_no_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_wait_for_encoders_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another thread computes, processor time is a sign of life, and the work is not left alone."""
     begun, let_go = threading.Event(), threading.Event()
     encode_all: Callable[..., Any] = ByteTokenizer.encode_all
@@ -232,9 +240,7 @@ def test_long_wait_for_the_encoder_is_no_hang(
     task.result()
 
 
-def test_bpe_file_decodes_to_the_text_and_names_its_vocabulary(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_bpe_file_decodes_to_the_text_and_has_its_vocabulary(folder: Path, tmp_path: Path) -> None:
     plain = make(folder, tmp_path / "plain.h5")
     merged = make(folder, tmp_path / "merged.h5", tokenizer="bpe", vocab_size=290)
     with TokenFile.open(plain) as by_bytes, TokenFile.open(merged) as by_pairs:
@@ -250,19 +256,11 @@ def test_bpe_file_decodes_to_the_text_and_names_its_vocabulary(
 
 
 def test_bpe_never_sees_the_held_out_text(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, learned: list[bytes]
 ) -> None:
-    seen: list[bytes] = []
-    train: Callable[..., BPETokenizer] = BPETokenizer.train
-
-    def spy(texts: Any, vocab_size: int, **options: Any) -> BPETokenizer:
-        seen.extend(texts)
-        return train(seen, vocab_size)
-
-    monkeypatch.setattr(BPETokenizer, "train", spy)
     with TokenFile.open(make(folder, tmp_path / "t.h5", tokenizer="bpe", vocab_size=290)) as file:
         trained_on = file.tokenizer.decode(file.train[: len(file.train)].tolist())
-    assert b"".join(seen) == trained_on
+    assert b"".join(learned) == trained_on
 
 
 def test_large_corpora_are_written_in_pieces(
@@ -303,33 +301,34 @@ def test_failure_leaves_no_file_and_keeps_the_old_one(tmp_path: Path, folder: Pa
     assert list(out.parent.iterdir()) == [out]
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 1.5, float("nan")])
-def test_fractions_out_of_range_are_refused(folder: Path, tmp_path: Path, fraction: float) -> None:
-    with pytest.raises(ConfigError, match=r"expected 0 < fraction < 1"):
-        make(folder, tmp_path / "tokens.h5", validation_fraction=fraction)
-
-
 def test_corpus_too_small_to_split_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tiny").write_bytes(b"tiny")
-    with pytest.raises(DataError, match=r"the corpus has 4 bytes, too few to hold out 0.05"):
-        make(tmp_path / "tiny", tmp_path / "tokens.h5")
-    (tmp_path / "tiny").write_bytes("☃".encode())
-    with pytest.raises(DataError, match="was there enough text for both splits"):
-        make(tmp_path / "tiny", tmp_path / "tokens.h5", validation_fraction=0.5)
-    assert not (tmp_path / "tokens.h5").exists()
+    for text, fraction, said in (
+        (b"tiny", 0.05, r"the corpus has 4 bytes, too few to hold out 0.05"),
+        ("☃".encode(), 0.5, "was there enough text for both splits"),
+    ):
+        (tmp_path / "tiny").write_bytes(text)
+        with pytest.raises(DataError, match=said):
+            make(tmp_path / "tiny", tmp_path / "tokens.h5", validation_fraction=fraction)
+        assert not (tmp_path / "tokens.h5").exists()
 
 
-def test_vocabulary_size_without_bpe_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="vocabulary of 300 for the bytes tokenizer"):
-        make(folder, tmp_path / "tokens.h5", vocab_size=300)
-
-
-def test_folder_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be written"):
-        make(folder, folder / "0.txt" / "tokens.h5")
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(DataError, match="taken: is a directory"):
-        make(folder, tmp_path / "taken")
+@pytest.mark.parametrize(
+    ("out", "options", "said"),
+    [
+        *(
+            ("t.h5", {"validation_fraction": fraction}, r"expected 0 < fraction < 1")
+            for fraction in (0.0, 1.0, -0.1, float("nan"))
+        ),
+        ("t.h5", {"vocab_size": 300}, "vocabulary of 300 for the bytes tokenizer"),
+        ("text/0.txt/t.h5", {}, "cannot be written"),
+        ("text", {}, "text: is a directory"),
+    ],
+)
+def test_options_and_places_that_cannot_be_are_refused(
+    folder: Path, tmp_path: Path, out: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=said):
+        make(folder, tmp_path / out, **options)
 
 
 def test_default_file_is_made_once_and_found_again(tmp_path: Path) -> None:
@@ -352,9 +351,7 @@ def test_processes_that_make_the_default_at_once_leave_one_whole_file(tmp_path: 
         assert file.source_sha256 == Corpus.standard_library().digest
 
 
-def test_what_a_killed_writer_has_left_goes_and_what_another_is_writing_stays(
-    tmp_path: Path,
-) -> None:
+def test_what_a_killed_writer_left_goes_and_what_another_is_writing_stays(tmp_path: Path) -> None:
     out, text = tmp_path / "t.h5", tmp_path / "text"
     text.write_text("some text\n" * 99)
     old, new = (tmp_path / f".t.h5.{letter * 32}.tmp" for letter in "ab")
@@ -365,3 +362,46 @@ def test_what_a_killed_writer_has_left_goes_and_what_another_is_writing_stays(
         os.utime(file, (time.time() - 3700,) * 2)
     prepare(Corpus.of_paths([text]), out)
     assert {file.name for file in tmp_path.iterdir()} == {"text", "t.h5", new.name, other.name}
+
+
+# --- the text that a vocabulary is learned from
+
+
+@pytest.mark.parametrize("mib", [1, 3, 100])
+def test_bpe_learns_from_blocks_at_even_distances_of_a_large_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learned: list[bytes], mib: int
+) -> None:
+    monkeypatch.setattr(corpus, "BLOCK_NBYTES", 2**16)
+    lines = [b"%06d %s\n" % (n, b"abcdefgh" * 20) for n in range(45_000)]  # 7.2 MiB
+    (tmp_path / "text").write_bytes(b"".join(lines))
+    out = tmp_path / "t.h5"
+    make(tmp_path / "text", out, tokenizer="bpe", vocab_size=290, vocab_text_mib=mib)
+    numbers = [int(line[:6]) for line in b"".join(learned).splitlines()]
+    with TokenFile.open(out) as file:
+        training = bytes(file.tokenizer.decode(file.train[: len(file.train)].tolist()))
+    last = int(training.splitlines()[-1][:6])
+    if mib == 100:
+        assert numbers == list(range(last + 1))
+        return
+    assert mib * 2**20 <= sum(map(len, learned)) <= mib * 2**20 + 2**17
+    gaps = [after - before for before, after in itertools.pairwise([-1, *numbers, last])]
+    block = 2**16 // len(lines[0]) + 1
+    assert max(gaps) <= block * (len(training) // (mib * 2**20) + 2)
+    assert numbers[-1] <= last
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"tokenizer": "bpe", "vocab_text_mib": 0}, "expected at least 1"),
+        ({"tokenizer": "bpe", "vocab_text_mib": -3}, "expected at least 1"),
+        ({"tokenizer": "bytes", "vocab_text_mib": 3}, "only the bpe tokenizer learns one"),
+        ({"tokenizer": ByteTokenizer(), "vocab_text_mib": 3}, "only the bpe tokenizer learns one"),
+    ],
+)
+def test_text_of_the_vocabulary_that_means_nothing_is_refused(
+    tmp_path: Path, options: dict[str, Any], what: str
+) -> None:
+    (tmp_path / "text").write_text("some lines\n" * 100)
+    with pytest.raises(ConfigError, match=what):
+        make(tmp_path / "text", tmp_path / "tokens.h5", **options)

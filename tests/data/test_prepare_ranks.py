@@ -7,26 +7,22 @@ import itertools
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import h5py
 import numpy as np
 import pytest
 
-from hpczero.data import Corpus, TokenFile, corpus, prepare
-from hpczero.data import token_writer as structure
+from hpczero.data import Corpus, TokenFile, prepare
 from hpczero.data import token_writer as tokenwriter
-from hpczero.data.team import Alone, Ranks
+from hpczero.data.team import Ranks
 from hpczero.errors import DataError
 from tests.data.blocks import blocks_of
-from tests.helpers.mpirun import ROOT, run_ranks
+from tests.helpers.killed import Job
+from tests.helpers.mpirun import run_ranks
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.processes import end_family, family, launch_environment
 from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
@@ -51,15 +47,6 @@ def write_texts(folder: Path) -> Path:
     for n in range(23):
         (folder / str(n)).write_text(text(n, 1 + n % 5))
     return folder
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks, units and slabs so small that a few KB have hundreds of each, with their ends at odd places."""
-    monkeypatch.setattr(corpus, "BLOCK_NBYTES", 700)
-    monkeypatch.setattr(corpus, "REST_NBYTES", 300)
-    monkeypatch.setattr(sys.modules["hpczero.data.prepare"], "UNIT_NBYTES", 1100)
-    monkeypatch.setattr(tokenwriter, "SLAB_NUMEL", 333)
 
 
 @pytest.mark.mpi
@@ -96,23 +83,31 @@ def test_file_has_the_same_bytes_on_any_number_of_ranks(
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("harm", ["not UTF-8", "changed", "full disk"])
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("not UTF-8", r"bad: byte 0xff at offset 300 is not UTF-8"),
+        ("changed", r"bad: has 301|bad: holds another text than a moment ago"),
+        ("full disk", r"on rank\(s\) 1, could not write tokens: .*No space left on device"),
+        ("too little", "too few to hold out"),
+    ],
+)
 def test_what_one_rank_meets_is_the_error_of_all_and_leaves_nothing(
     comm: MPI.Intracomm,
     topology: Topology,
     folder: Path,
     harm: str,
+    said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts = folder / "texts"
     if comm.rank == 0:
         write_texts(texts)
-        (texts / "bad").write_bytes(
-            b"good line\n" * 30 + (b"\xff" if harm == "not UTF-8" else b"!")
-        )
+        end = b"\xff" if harm == "not UTF-8" else b"!"
+        (texts / "bad").write_bytes(b"q" if harm == "too little" else b"good line\n" * 30 + end)
     comm.Barrier()
     team = Ranks(topology)
-    found = Corpus.of_paths([texts], team=team)
+    found = Corpus.of_paths([texts / "bad" if harm == "too little" else texts], team=team)
     if harm == "changed" and comm.rank == 0:
         (texts / "bad").write_bytes(b"other line" * 30 + b"!")
     comm.Barrier()
@@ -122,45 +117,19 @@ def test_what_one_rank_meets_is_the_error_of_all_and_leaves_nothing(
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "pwrite", fail)
-    kind: Any = "bpe" if harm == "not UTF-8" else "bytes"
-    said = {
-        "not UTF-8": r"bad: byte 0xff at offset 300 is not UTF-8",
-        "changed": r"bad: has 301|bad: holds another text than a moment ago",
-        "full disk": r"on rank\(s\) 1, could not write tokens: .*No space left on device",
-    }[harm]
-    size = 300 if kind == "bpe" else None
-    raises_on_all(
-        comm,
-        DataError,
-        said,
-        lambda: prepare(found, folder / "t.h5", tokenizer=kind, vocab_size=size, team=team),
-    )
+    options: Any = {"tokenizer": "bpe", "vocab_size": 300} if harm == "not UTF-8" else {}
+    out = folder / "t.h5"
+    raises_on_all(comm, DataError, said, lambda: prepare(found, out, **options, team=team))
     monkeypatch.undo()
     comm.Barrier()
     parallel_assert(comm, [path.name for path in folder.iterdir()] == ["texts"])
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(2)
-def test_too_little_text_is_one_error_of_all_ranks(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    if comm.rank == 0:
-        (folder / "one").write_bytes(b"q")
-    comm.Barrier()
-    team = Ranks(topology)
-    found = Corpus.of_paths([folder / "one"], team=team)
-    raises_on_all(
-        comm, DataError, "too few to hold out", lambda: prepare(found, folder / "t.h5", team=team)
-    )
 
 
 def test_command_on_ranks_writes_the_file_of_one_process(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts")
     prepare(Corpus.of_paths([texts]), tmp_path / "alone.h5")
     out = tmp_path / "together.h5"
-    done = run_ranks(2, ["-m", "hpczero.data", "prepare", texts, "--out", out], timeout=90)
-    assert done.returncode == 0, done
+    done = run_ranks(2, ["-m", "hpczero.data", "prepare", texts, "--out", out], timeout=90).ended()
     assert done.stdout.count("together.h5: ByteTokenizer") == 1, "rank 0 alone says it"
     assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
 
@@ -173,30 +142,17 @@ def test_job_that_is_ended_leaves_nothing_that_looks_whole_and_the_next_one_make
     (texts / "huge").write_text(text(3, 20_000) * 240)  # of several seconds
     out = tmp_path / "out" / "tokens.h5"
     out.parent.mkdir()
-    command = ["-m", "hpczero.data", "prepare", os.fspath(texts), "--out", os.fspath(out)]
-    process = subprocess.Popen(
-        [ROOT / "install" / "launch.sh", "2", sys.executable, *command],
-        cwd=ROOT,
-        env=launch_environment(PYTHONPATH=os.fspath(ROOT)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        until = time.monotonic() + 60
+    words = ["-m", "hpczero.data", "prepare", str(texts), "--out", str(out)]
+    with Job.launch(tmp_path / "log", words, ranks=2) as job:
         while not any(path.stat().st_size > 2**20 for path in out.parent.iterdir()):
-            assert process.poll() is None, "it ended before it wrote"
-            assert time.monotonic() < until
+            assert job.process.poll() is None, job.said
             time.sleep(0.002)
         if number == signal.SIGKILL:
-            for member in family(process.pid):
-                os.kill(member.pid, number)
+            for pid in job.ranks:
+                os.kill(pid, number)
         else:
-            process.send_signal(number)  # as a batch system does; mpirun passes it on
-        process.wait(60)
-    finally:
-        end_family(process.pid)
-        process.wait()
+            job.process.send_signal(number)  # as a batch system does; mpirun passes it on
+        job.process.wait(60)
     left = list(out.parent.iterdir())
     # mpirun kills a second after SIGTERM, which may be too soon where the machine does other work.
     assert len(left) in ([1] if number == signal.SIGKILL else [0, 1])
@@ -246,40 +202,17 @@ def test_place_of_tokens_is_known_before_how_many_there_are(
 ) -> None:
     counts = {"documents": 3, "text_nbytes": 2**40}
     attributes: dict[str, str | int] = {"tokenizer": "x" * (numel[0] % 1_000_000), "version": 2}
-    datasets = tuple(structure.TokenDataset(n, counts) for n in numel)
-    made = structure.structure_of(np.dtype(dtype), datasets, attributes)
-    assert made.places == structure.places(np.dtype(dtype), numel[0])
-    assert made.places[0] == structure.places(np.dtype(dtype), 1)[0]
+    datasets = tuple(tokenwriter.TokenDataset(n, counts) for n in numel)
+    made = tokenwriter.structure_of(np.dtype(dtype), datasets, attributes)
+    assert made.places == tokenwriter.places(np.dtype(dtype), numel[0])
+    assert made.places[0] == tokenwriter.places(np.dtype(dtype), 1)[0]
     taken = [
         (place, place + n * np.dtype(dtype).itemsize)
         for place, n in zip(made.places, numel, strict=True)
     ]
-    taken += [
-        (place, place + len(data)) for place, data in made.pieces if place
-    ]  # superblock is written twice
+    # Superblock is written twice
+    taken += [(place, place + len(data)) for place, data in made.pieces if place]
     assert made.places[0] % 4096 == made.places[1] % 4096 == 0
     tokens, rest = sorted(taken[:2]), taken[2:]
     for start, stop in rest:
         assert all(stop <= begin or start >= end for begin, end in tokens)
-
-
-def test_tokens_of_the_training_split_come_first(tmp_path: Path) -> None:
-    from hpczero.data import ByteTokenizer
-
-    def write() -> None:
-        with tokenwriter.create(tmp_path / "t.h5", ByteTokenizer(), "", team=Alone()) as writer:
-            for split in (1, 0):
-                writer.append(split, writer.checked(np.arange(5), split))
-                writer.exchange()
-
-    with pytest.raises(ValueError, match="training tokens after held-out ones"):
-        write()
-    assert not list(tmp_path.iterdir())
-
-
-def test_other_readers_find_the_tokens(tmp_path: Path) -> None:
-    prepare(Corpus.of_paths([write_texts(tmp_path / "texts")]), tmp_path / "t.h5")
-    with h5py.File(tmp_path / "t.h5") as plain, TokenFile.open(tmp_path / "t.h5") as own:
-        assert plain["train/tokens"][:].tolist() == own.train[:].tolist()
-        assert plain["validation/tokens"][:].tolist() == own.validation[:].tolist()
-        assert plain["train/tokens"].chunks is None

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -22,8 +19,7 @@ from hpczero.data import BPETokenizer, Corpus, prepare
 from hpczero.data.sources import MixedBatches, Sources, Turns
 from hpczero.data.tokenize import IdsTokenizer, from_json
 from hpczero.errors import ConfigError, DataError
-from tests.helpers.mpirun import ROOT
-from tests.helpers.processes import end_family, family, launch_environment
+from tests.helpers.killed import Job
 from tests.helpers.runs import losses, options, train
 
 VOCAB = 500
@@ -102,9 +98,8 @@ def test_id_outside_of_the_vocabulary_is_refused_when_it_is_read(tmp_path: Path)
     np.save(tmp_path / "a.npy", tokens)
     with Sources.open(sources(tmp_path, 'path = "a.npy"')) as found:
         assert len(found.sources[0].train[:100]) == 100
-        with pytest.raises(
-            DataError, match=r"a.npy\[0:101\] hold token id \d+, and the vocabulary has 500"
-        ):
+        said = r"a.npy\[0:101\] hold token id \d+, and the vocabulary has 500"
+        with pytest.raises(DataError, match=said):
             found.sources[0].train[:101]
 
 
@@ -327,45 +322,25 @@ def test_token_files_bring_their_tokenizer_and_must_have_one(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forks")
-def test_killed_run_goes_on_with_the_next_sample_of_the_mixture_on_other_ranks(
-    tmp_path: Path,
-) -> None:
+def test_killed_run_goes_on_with_the_next_sample_of_a_mix_on_other_ranks(tmp_path: Path) -> None:
     file = two_sources(tmp_path)
     given = {"data__path": file, "evaluation__batches": 1, "train__steps": 12}
-    whole = train(tmp_path / "whole", 1, **given)
-    assert whole.returncode == 0, whole
+    whole = train(tmp_path / "whole", 1, **given).ended()
     assert "75.0% of the samples from" in whole.stdout
     assert "nats per byte" not in whole.stdout, "flat tokens do not say how long their text is"
     killed = tmp_path / "killed"
-    command = options(killed, **given, checkpoint__every=2)
-    process = subprocess.Popen(
-        [ROOT / "install" / "launch.sh", "2", sys.executable, *command],
-        cwd=ROOT,
-        env=launch_environment(PYTHONPATH=os.fspath(ROOT)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        until = time.monotonic() + 90
-        while not list((killed / "r" / "checkpoints").glob("step-*2*")):
-            assert process.poll() is None, "it ended before it saved"
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        for member in family(process.pid):
-            os.kill(member.pid, signal.SIGKILL)
-    finally:
-        end_family(process.pid)
-        process.wait()
-    done = train(killed, 3, **given)
-    assert done.returncode == 0, done
+    words = options(killed, **given, checkpoint__every=2)[2:]
+    with Job.start(tmp_path / "log", words, ranks=2) as job:
+        assert job.wait_for("saved "), job.said
+        for pid in job.ranks:
+            os.kill(pid, signal.SIGKILL)
+        assert job.wait() != 0
+    done = train(killed, 3, **given).ended()
     assert re.search(r"step-0+\d+", done.stdout), "it goes on from a checkpoint"
     assert losses(killed) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     other = train(
         killed, 1, **{**given, "data__path": two_sources(tmp_path, a=2), "train__steps": 14}
-    )
-    assert other.returncode == 78, other
+    ).ended(78)
     assert "belongs to a run that saw other samples: data was" in other.stderr
 
 
@@ -373,6 +348,5 @@ def test_sources_that_are_wrong_are_refused_before_mpi_is_up(tmp_path: Path) -> 
     (tmp_path / "bad.toml").write_text(
         '[[source]]\npath = "none.bin"\n[tokenizer]\nvocab_size = 9\n'
     )
-    done = train(tmp_path, 2, data__path=tmp_path / "bad.toml")
-    assert done.returncode == 78
+    done = train(tmp_path, 2, data__path=tmp_path / "bad.toml").ended(78)
     assert done.stderr.count("none.bin: not a flat token file") == 1, done

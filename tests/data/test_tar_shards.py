@@ -6,6 +6,7 @@ import gzip
 import io
 import pickle
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from hpczero.data.loading import ResumableLoader, TarShards
 from hpczero.errors import ConfigError, DataError
-from tests.data.test_resumable_loader import rank_of
+from tests.data.test_resumable_loader import rank_of, taken
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
 
@@ -76,36 +77,21 @@ def test_loader_resumes_in_shards_on_other_ranks_with_workers(tmp_path: Path) ->
     shards = TarShards.open(write_shards(tmp_path), decode=length)
 
     def loaders(size: int, **options: Any) -> list[ResumableLoader]:
-        return [
-            ResumableLoader(
-                shards,
-                topology=rank_of(rank, size),
-                global_batch=6,
-                draws=False,
-                collate_fn=list,
-                **options,
-            )
-            for rank in range(size)
-        ]
+        given = {"global_batch": 6, "draws": False, "collate_fn": list, **options}
+        ranks = [rank_of(rank, size) for rank in range(size)]
+        return [ResumableLoader(shards, topology=each, **given) for each in ranks]
 
-    def taken(group: list[ResumableLoader], steps: int) -> list[Any]:
-        found: list[Any] = []
-        while steps:
-            for parts in zip(*group, strict=True):
-                found += [sample for part in parts for sample in part]
-                steps -= 1
-                if not steps:
-                    break
-        return found
+    def seen(group: list[ResumableLoader], steps: int) -> list[Any]:
+        return [sample for batch in taken(group, steps) for sample in batch]
 
-    whole = taken(loaders(1), 5)
+    whole = seen(loaders(1), 5)
     assert len(set(whole[:12])) == 12
     before = loaders(2, num_workers=1)
-    assert taken(before, 3) == whole[:18]
+    assert seen(before, 3) == whole[:18]
     after = loaders(3)
     for each in after:
         each.load_state_dict(before[0].state_dict())
-    assert taken(after, 2) == whole[18:]
+    assert seen(after, 2) == whole[18:]
 
 
 def test_state_of_other_shards_of_equal_length_is_refused(tmp_path: Path) -> None:
@@ -185,15 +171,8 @@ def test_damaged_shard_is_named_when_it_is_opened(tmp_path: Path, kind: str, sai
 def test_members_that_webdataset_passes_over_divide_no_sample(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
-        for name in (
-            "README",
-            "__meta__",
-            "__info__/1.jpg",
-            "d/._7.jpg",
-            "d/7.jpg",
-            "d/._7.cls",
-            "d/7.CLS",
-        ):
+        names = "README __meta__ __info__/1.jpg d/._7.jpg d/7.jpg d/._7.cls d/7.CLS"
+        for name in names.split():
             add(tar, name, name.encode())
         add(tar, "/\udcff.jpg", b"no UTF-8")
     shards = TarShards.open([path])
@@ -236,12 +215,9 @@ def test_ranks_share_the_headers_and_have_one_verdict(
     if comm.rank == 0:
         damaged(paths[1], "text")
     comm.Barrier()
-    raises_on_all(
-        comm, DataError, "001.tar: no uncompressed", lambda: TarShards.open(paths, topology)
-    )
-    given = paths[2:] if comm.rank else paths[2:][::-1]
-    raises_on_all(
-        comm, DataError, "rank 1 was given other", lambda: TarShards.open(given, topology)
-    )
-    few = paths[3:] if comm.rank else paths[2:]
-    raises_on_all(comm, DataError, "1 and 2 of them", lambda: TarShards.open(few, topology))
+    for given, said in (
+        (paths, "001.tar: no uncompressed"),
+        (paths[2:] if comm.rank else paths[2:][::-1], "rank 1 was given other"),
+        (paths[3:] if comm.rank else paths[2:], "1 and 2 of them"),
+    ):
+        raises_on_all(comm, DataError, said, partial(TarShards.open, given, topology))

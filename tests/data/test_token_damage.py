@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from hpczero.data import token_writer as tokenwriter
 from hpczero.data.appendix import LINE_NBYTES, digest
 from hpczero.errors import DataError
 from tests.files.test_regular import at_once
+from tests.helpers.small_disk import memory_disk
 
 FLIPS = 400
 
@@ -79,9 +79,8 @@ def test_damaged_slab_is_named_and_others_are_read(file: Path) -> None:
     with TokenFile.open(file) as found:
         assert len(found.train[:size]) == size
         assert len(found.train[2 * size : 2 * size + 9]) == 9
-        with pytest.raises(
-            DataError, match=rf"tokens.h5: damaged: /train/tokens\[{size}:{2 * size}\] do not have"
-        ):
+        said = rf"tokens.h5: damaged: /train/tokens\[{size}:{2 * size}\] do not have"
+        with pytest.raises(DataError, match=said):
             found.train[size - 1 : size + 1]
         with pytest.raises(DataError, match="do not have the digest"):
             found.train.check()
@@ -124,11 +123,9 @@ def test_any_slice_is_what_h5py_reads(file: Path) -> None:
 HARMS: dict[str, Callable[[bytes], bytes]] = {
     "one byte short": lambda data: data[:-1],
     "a byte too many": lambda data: data + b"\n",
-    "half": lambda data: data[: len(data) // 2],
     "empty": lambda data: b"",
     "halves swapped": lambda data: data[len(data) // 2 :] + data[: len(data) // 2],
     "no last line": lambda data: data[:-LINE_NBYTES],
-    "last line of zeros": lambda data: data[:-LINE_NBYTES] + bytes(LINE_NBYTES),
     "end of zeros": lambda data: data[:-5000] + bytes(5000),
     "last line of another file": lambda data: (
         data[:-LINE_NBYTES] + data[-LINE_NBYTES:].replace(b"bytes, described", b"bytes, Described")
@@ -155,17 +152,8 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero" if kind == "device" else path.name)
     with at_once(), pytest.raises(DataError, match=r"tokens.h5: .*; prepare it with"):
         TokenFile.open(path)
-
-
-@pytest.mark.parametrize("kind", ["fifo", "device", "loop"])
-def test_text_that_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "text"
-    if kind == "fifo":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("/dev/zero" if kind == "device" else path.name)
-    with at_once(), pytest.raises(DataError, match="text: "):
-        Corpus.of_paths([path])
+    with at_once(), pytest.raises(DataError, match=r"tokens.h5: "):
+        Corpus.of_paths([path])  # as a text
 
 
 def resigned(path: Path, change: Callable[[dict], object]) -> None:
@@ -189,14 +177,11 @@ def resigned(path: Path, change: Callable[[dict], object]) -> None:
     [
         ({"numel": -1}, "train.numel is -1"),
         ({"numel": 2**61}, "more slabs than the file has room for"),
-        ({"numel": "7"}, "train.numel is '7'"),
         ({"numel": 10**4000}, "train.numel is 1000"),
         ({"numel": True}, "train.numel is True"),
         ({"slab_numel": 0}, "train.slab_numel is 0"),
-        ({"slab_numel": 2**60}, "train.slab_numel is"),
         ({"slab_numel": 1}, "more slabs|does not have the digest"),
         ({"dtype": "object"}, "train.dtype is 'object'"),
-        ({"dtype": ["uint16"]}, "train.dtype is"),
         ({"table": "x"}, "train.table is 'x'"),
         ({"documents": None}, "train.documents is None"),
         ({"numel": 3 * 2**15}, "digest"),
@@ -278,13 +263,8 @@ def test_ids_outside_of_the_vocabulary_are_not_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("cannot mount a file system: needs root")
-    yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)
+    with memory_disk(tmp_path / "disk", 2**19) as disk:
+        yield disk
 
 
 def test_full_disk_is_an_error_wherever_it_is_met(text: Path, small_disk: Path) -> None:
