@@ -77,12 +77,7 @@ class OwnAdapterSuite:
     @pytest.mark.parametrize("transport", ["window", "flat"])
     @pytest.mark.parametrize("stage", [0, 3])
     def test_losses_are_those_of_plain_torch(
-        self,
-        comm: MPI.Intracomm,
-        topology: Topology,
-        adapter: Adapter,
-        stage: Any,
-        transport: Any,
+        self, comm: MPI.Intracomm, topology: Topology, adapter: Adapter, stage: Any, transport: Any
     ) -> None:
         training, held_out = (Rows(part, "rows") for part in adapter.samples())
         found = sharded_run(adapter, training, held_out, topology, stage=stage, transport=transport)

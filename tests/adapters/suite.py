@@ -9,14 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import hpczero
-from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.base import Adapter
 from hpczero.errors import PlanError
-from hpczero.run.evaluation import PlainPasses
 from hpczero.run.starting.header import flops_per_unit
 from hpczero.run.starting.reading import Rows
-from hpczero.run.step import TrainingStep
 from tests.adapters.equal import apart, plain_run, sharded_run
 from tests.helpers.parallel import parallel_assert
 
@@ -131,12 +127,7 @@ class AdapterSuite:
     @pytest.mark.parametrize("transport", ["window", "flat"])
     @pytest.mark.parametrize("stage", [0, 3])
     def test_losses_are_those_of_plain_torch(
-        self,
-        comm: MPI.Intracomm,
-        topology: Topology,
-        adapter: Adapter,
-        stage: int,
-        transport: str,
+        self, comm: MPI.Intracomm, topology: Topology, adapter: Adapter, stage: int, transport: str
     ) -> None:
         draw = torch.Generator().manual_seed(0)
         tokens = torch.randint(VOCABULARY, (40, adapter.context + 1), generator=draw)
@@ -144,39 +135,8 @@ class AdapterSuite:
         found = sharded_run(adapter, rows, rows, topology, stage=stage, transport=transport)
         expected = plain_run(adapter, rows, rows)
         parallel_assert(comm, apart(found, expected) <= 1e-6, f"{found} and {expected}")
+        parallel_assert(comm, abs(found[9] - found[0]) > 1e-4, f"nothing moved: {found}")
 
     def test_something_decays(self, adapter: Adapter) -> None:
         model = adapter.build()
         assert any(adapter.decays(name, p) for name, p in model.named_parameters())
-
-    @pytest.mark.mpi
-    @pytest.mark.ranks(1, 2, 3)
-    @pytest.mark.parametrize("stage", [0, 3])
-    def test_it_learns_in_shards(
-        self, comm: MPI.Intracomm, topology: Topology, adapter: Adapter, stage: int
-    ) -> None:
-        with torch.device("meta"):
-            model = adapter.build()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-        hpczero.zeroify(
-            model,
-            optimizer,
-            stage=stage,
-            topology=topology,
-            initialize=adapter.initializer(model, 1),
-        )
-        inputs, targets = samples(adapter.context)
-        arrays = inputs.numpy(), targets.numpy()
-        step = TrainingStep(
-            model,
-            optimizer,
-            passes=PlainPasses(
-                model, loss=adapter.loss, accumulation=1, accelerator=HostAccelerator()
-            ),
-            samples=lambda number, micro: arrays,
-            accelerator=HostAccelerator(),
-        )
-        losses = [step.take(number).loss for number in range(40)]
-        parallel_assert(comm, losses[-1] < 0.7 * losses[0], f"{losses[0]} to {losses[-1]}")
-        parallel_assert(comm, len({*comm.allgather(losses[-1])}) == 1)
-        hpczero.release(model)

@@ -126,11 +126,7 @@ def test_configuration_that_would_give_other_logits_is_refused(
         LlamaConfig.from_hugging_face(said)
 
 
-LAYOUTS: list[dict[str, Any]] = [
-    {"tensor": 2},
-    {"tensor": 2, "sequence": True},
-    {"pipeline": 2},
-]
+LAYOUTS: list[dict[str, Any]] = [{"tensor": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}]
 
 
 @pytest.mark.mpi

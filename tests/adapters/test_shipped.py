@@ -37,9 +37,8 @@ class TestBERT(OwnAdapterSuite):
 
     @staticmethod
     def is_product(name: str) -> bool:
-        return name.startswith(
-            "blocks."
-        )  # the others are looked up in, or used for some positions alone
+        # The others are looked up in, or used for some positions alone
+        return name.startswith("blocks.")
 
 
 class TestGCN(OwnAdapterSuite):
