@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from hpczero.lazy import lazy
 
 if TYPE_CHECKING:
-    from hpczero.fabric.strategy import HpczeroStrategy
+    from hpczero.fabric.strategy import HpczeroStrategy as HpczeroStrategy
 
-__all__ = ["HpczeroStrategy"]
-
-__getattr__ = lazy(__name__, {"HpczeroStrategy": "strategy"}, needs=("lightning-fabric>=2.6",))
+__getattr__, __dir__, __all__ = lazy(__name__, __file__, needs=("lightning-fabric>=2.6",))

@@ -7,20 +7,10 @@ from typing import TYPE_CHECKING
 from hpczero.lazy import lazy
 
 if TYPE_CHECKING:
-    from hpczero.hf.hub import Hub
-    from hpczero.hf.loading import load
-    from hpczero.hf.saving import export, save_pretrained
-    from hpczero.hf.weights import FolderWeights
+    from hpczero.hf.hub import Hub as Hub
+    from hpczero.hf.loading import load as load
+    from hpczero.hf.saving import export as export
+    from hpczero.hf.saving import save_pretrained as save_pretrained
+    from hpczero.hf.weights import FolderWeights as FolderWeights
 
-__all__ = ["FolderWeights", "Hub", "export", "load", "save_pretrained"]
-
-__getattr__ = lazy(
-    __name__,
-    {
-        "FolderWeights": "weights",
-        "Hub": "hub",
-        "export": "saving",
-        "load": "loading",
-        "save_pretrained": "saving",
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

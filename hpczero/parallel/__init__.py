@@ -1,48 +1,24 @@
 """Parallel: one copy of a model over several ranks, beside the shards of ZeRO: its layers, its tokens or its blocks."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hpczero.lazy import lazy
 
 if TYPE_CHECKING:
-    from hpczero.parallel.pipeline.stages import Stages, cut, gpt_stages, hugging_face_stages
-    from hpczero.parallel.tensor import (
-        Kept,
-        Rule,
-        Split,
-        close,
-        gpt_rule,
-        llama_rule,
-        own_tokens,
-        share_sequence,
-        split,
-        split_cross_entropy,
-    )
-
-__all__ = [
-    "Kept",
-    "Rule",
-    "Split",
-    "Stages",
-    "close",
-    "cut",
-    "gpt_rule",
-    "gpt_stages",
-    "hugging_face_stages",
-    "llama_rule",
-    "own_tokens",
-    "share_sequence",
-    "split",
-    "split_cross_entropy",
-]
-
+    from hpczero.parallel.pipeline.stages import Stages as Stages
+    from hpczero.parallel.pipeline.stages import cut as cut
+    from hpczero.parallel.pipeline.stages import gpt_stages as gpt_stages
+    from hpczero.parallel.pipeline.stages import hugging_face_stages as hugging_face_stages
+    from hpczero.parallel.tensor import Kept as Kept
+    from hpczero.parallel.tensor import Rule as Rule
+    from hpczero.parallel.tensor import Split as Split
+    from hpczero.parallel.tensor import close as close
+    from hpczero.parallel.tensor import gpt_rule as gpt_rule
+    from hpczero.parallel.tensor import llama_rule as llama_rule
+    from hpczero.parallel.tensor import own_tokens as own_tokens
+    from hpczero.parallel.tensor import share_sequence as share_sequence
+    from hpczero.parallel.tensor import split as split
+    from hpczero.parallel.tensor import split_cross_entropy as split_cross_entropy
 
 # Loaded on first use: schedules are looked at where there is no torch.
-_HOME = dict.fromkeys(__all__, "hpczero.parallel.tensor") | dict.fromkeys(
-    ("Stages", "cut", "gpt_stages", "hugging_face_stages"), "hpczero.parallel.pipeline.stages"
-)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'hpczero.parallel' has no attribute {name!r}")
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

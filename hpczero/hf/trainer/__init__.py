@@ -11,27 +11,13 @@ from typing import TYPE_CHECKING
 from hpczero.lazy import lazy
 
 if TYPE_CHECKING:
-    from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
+    from hpczero.hf.trainer.arguments import HpczeroTrainingArguments as HpczeroTrainingArguments
+    from hpczero.hf.trainer.trainer import HpczeroSeq2SeqTrainer as HpczeroSeq2SeqTrainer
     from hpczero.hf.trainer.trainer import (
-        HpczeroSeq2SeqTrainer,
-        HpczeroSeq2SeqTrainingArguments,
-        HpczeroTrainer,
+        HpczeroSeq2SeqTrainingArguments as HpczeroSeq2SeqTrainingArguments,
     )
+    from hpczero.hf.trainer.trainer import HpczeroTrainer as HpczeroTrainer
 
-__all__ = [
-    "HpczeroSeq2SeqTrainer",
-    "HpczeroSeq2SeqTrainingArguments",
-    "HpczeroTrainer",
-    "HpczeroTrainingArguments",
-]
+_NEEDS = ("transformers>=5.20,<6", "accelerate>=1.15")
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "HpczeroSeq2SeqTrainer": "trainer",
-        "HpczeroSeq2SeqTrainingArguments": "trainer",
-        "HpczeroTrainer": "trainer",
-        "HpczeroTrainingArguments": "arguments",
-    },
-    needs=("transformers>=5.20,<6", "accelerate>=1.15"),
-)
+__getattr__, __dir__, __all__ = lazy(__name__, __file__, needs=_NEEDS)
