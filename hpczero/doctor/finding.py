@@ -60,6 +60,16 @@ class Finding:
         }
 
 
+def warning(title: str, value: str, remedy: str) -> Finding:
+    """What costs speed or a feature."""
+    return Finding(title, value, Status.WARN, remedy)
+
+
+def failure(title: str, value: str, remedy: str) -> Finding:
+    """What training cannot work with."""
+    return Finding(title, value, Status.FAIL, remedy)
+
+
 def exit_code(findings: Iterable[Finding]) -> int:
     """0 if training can work here, 78 (wrong configuration: do not requeue) if anything failed."""
     failed = any(finding.status is Status.FAIL for finding in findings)

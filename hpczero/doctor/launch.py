@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpczero.doctor.finding import Finding, Status
+from hpczero.doctor.finding import Finding, failure, warning
 from hpczero.options.environment import SIZE_VARIABLES as LAUNCHED_SIZES
 from hpczero.options.values import digits
 
@@ -69,30 +69,27 @@ def check_world_size(size: int, environment: Mapping[str, str]) -> Finding:
         claims.pop("SLURM_STEP_NUM_TASKS", None)  # that of mpirun's daemons
     by_torch = digits(environment.get("WORLD_SIZE", "")) if environment.get("RANK") else None
     if not claims and size == 1 and (by_torch or 1) > 1:
-        return Finding(
+        return failure(
             "world size",
             f"{ranks}, but WORLD_SIZE={by_torch}: started by torchrun or its like, whose processes MPI does not see",
-            Status.FAIL,
             f"start with mpirun -n {by_torch} python ..., or srun",
         )
     if not claims:
         return Finding("world size", f"{ranks}, no launcher in the environment")
     name, claimed = next(iter(claims.items()))
     if size != claimed:
-        return Finding(
+        return failure(
             "world size",
             f"{ranks}, but {name}={claimed}: the ranks do not see each other",
-            Status.FAIL,
             "start with the launcher of the MPI that mpi4py was built with (srun --mpi=list shows the plugins: "
             "--mpi=pmix for Open MPI, --mpi=pmi2 or --mpi=cray_shasta for MPICH; or that MPI's own mpirun); "
             "inside a batch script start python through srun or mpirun",
         )
     others = [f"{n}={c}" for n, c in claims.items() if c != size]
     if others:
-        return Finding(
+        return warning(
             "world size",
             f"{ranks}, confirmed by {name}, but {', '.join(others)}",
-            Status.WARN,
             f"a part of the allocation is idle: start {claims['SLURM_NTASKS']} ranks if that is not on purpose"
             if "SLURM_NTASKS" in claims
             else "two launchers are nested: start the job with one of them",
@@ -118,10 +115,9 @@ def check_nodes(ranks: Sequence[RankFacts]) -> Finding:
     )
     value = f"{len(nodes)}: {shown}{', ...' if len(nodes) > 4 else ''}"
     if len(set(counts)) > 1:
-        return Finding(
+        return warning(
             "nodes",
             f"{value}; ranks per node differ, {min(counts)} to {max(counts)}",
-            Status.WARN,
             "start the same number of ranks on every node (srun --ntasks-per-node, mpirun --map-by ppr:N:node)",
         )
     return Finding("nodes", value)
@@ -146,7 +142,7 @@ def check_cores(ranks: Sequence[RankFacts], environment: Mapping[str, str]) -> F
     remedy = "start fewer ranks per node, or give them more cores (srun --cpus-per-task, mpirun --bind-to none)"
     if not yields:
         remedy += "; for a trial run, export OMPI_MCA_mpi_yield_when_idle=1 (MPICH: MPIR_CVAR_POLLS_BEFORE_YIELD=1)"
-    return Finding("cores", value, Status.WARN, remedy)
+    return warning("cores", value, remedy)
 
 
 def check_binding(ranks: Sequence[RankFacts]) -> Finding:
@@ -158,10 +154,9 @@ def check_binding(ranks: Sequence[RankFacts]) -> Finding:
             continue  # nothing to separate, or no way to
         disjoint = sum(len(facts.cores) for facts in members) == len(cores)
         if not disjoint:
-            return Finding(
+            return warning(
                 "binding",
                 f"{value}; on node {index} ranks share cores",
-                Status.WARN,
                 "bind each rank to its own cores: srun --cpu-bind=cores --cpus-per-task=C, "
                 "or mpirun --map-by slot:PE=C --bind-to core",
             )
@@ -177,15 +172,15 @@ def check_threads(ranks: Sequence[RankFacts]) -> Finding:
         unset = [facts.rank for facts in members if facts.omp_threads is None]
         if unset and len(members) > 1:
             value = f"OMP_NUM_THREADS is not set on rank {unset[0]}: your own programs would use every core on each"
-            return Finding("threads", value, Status.WARN, remedy)
+            return warning("threads", value, remedy)
         wanted = sum(facts.omp_threads or len(facts.cores) for facts in members)
         if wanted > cores and wanted > len(members):
             value = f"node {index} would run {wanted} OpenMP threads on {cores} cores"
-            return Finding("threads", value, Status.WARN, remedy)
+            return warning("threads", value, remedy)
         for facts in members:
             if (facts.omp_threads or 1) > len(facts.cores):
                 value = f"rank {facts.rank} runs {facts.omp_threads} OpenMP threads on {len(facts.cores)} core(s)"
-                return Finding("threads", value, Status.WARN, remedy)
+                return warning("threads", value, remedy)
     counts = sorted({str(facts.omp_threads or "all cores") for facts in ranks})
     return Finding("threads", f"OMP_NUM_THREADS: {', '.join(counts)}")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from hpczero.doctor.finding import Finding, Status
+from hpczero.doctor.finding import Finding, failure, warning
 from hpczero.doctor.launch import RankFacts
 from hpczero.job.topology import Topology
 
@@ -58,21 +58,19 @@ def check_hdf5(facts: Hdf5Facts, directory: Path) -> Finding:
     title = "HDF5"
     if not facts.version:
         remedy = "pip install h5py (built against parallel HDF5 where there is one: HDF5_MPI=ON CC=mpicc)"
-        return Finding(title, f"h5py cannot be imported: {facts.trial_error}", Status.FAIL, remedy)
+        return failure(title, f"h5py cannot be imported: {facts.trial_error}", remedy)
     kind = "parallel (mpio)" if facts.parallel else "serial"
     value = f"h5py {facts.version}, HDF5 {facts.library}, {kind}"
     if facts.trial_error:
-        return Finding(
+        return failure(
             title,
             f"{value}: trial write in {directory} failed: {facts.trial_error}",
-            Status.FAIL,
             "check quota and permissions, or name a directory on the parallel file system with --directory",
         )
     if not facts.parallel:
-        return Finding(
+        return warning(
             title,
             f"{value}, trial write works",
-            Status.WARN,
             "for one collective writer instead of per-rank byte offsets, build h5py against parallel HDF5: CC=mpicc "
             "HDF5_MPI=ON pip install --no-build-isolation --no-binary=h5py h5py",
         )
@@ -82,10 +80,9 @@ def check_hdf5(facts: Hdf5Facts, directory: Path) -> Finding:
 def check_one_mpi(paths: Sequence[str]) -> Finding:
     """Do mpi4py and h5py use the same MPI? Two in one process crash, or hang in the first parallel write."""
     if len(paths) > 1:
-        return Finding(
+        return failure(
             "MPI libraries",
             f"{len(paths)} loaded into one process: {', '.join(paths)}",
-            Status.FAIL,
             "rebuild h5py and mpi4py with the same mpicc (pip install --no-binary=h5py,mpi4py --force-reinstall)",
         )
     return Finding("MPI libraries", "one, shared by mpi4py and h5py")
@@ -103,11 +100,10 @@ def check_mpi_io(vendor: str, version: tuple[int, ...], environment: Mapping[str
     if choice.startswith("romio") or (choice.startswith("^") and "ompio" in choice):
         return Finding("MPI-IO", f"ROMIO, by OMPI_MCA_io={choice}")
     if version < fixed:
-        return Finding(
+        return warning(
             "MPI-IO",
             f"OMPIO of Open MPI {'.'.join(map(str, version))}, which can lose data in parallel writes; "
             "checkpoints are written without it (--checkpoint.writer auto)",
-            Status.WARN,
             f"for other programs: export OMPI_MCA_io=^ompio, or use Open MPI {'.'.join(map(str, fixed))} or newer",
         )
     return Finding("MPI-IO", "OMPIO")
@@ -122,12 +118,12 @@ def check_shared_memory(ranks: Sequence[RankFacts]) -> Finding:
     )
     if missing:
         value = f"/dev/shm does not exist on {missing[0].host}"
-        return Finding("shared memory", value, Status.WARN, remedy)
+        return warning("shared memory", value, remedy)
     least = min(ranks, key=lambda facts: (facts.shm_nbytes or (0, 0))[1])
     size, free = least.shm_nbytes or (0, 0)
     value = f"/dev/shm {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free (least: {least.host})"
     if free < SHM_WANTED_NBYTES:
-        return Finding("shared memory", value, Status.WARN, remedy)
+        return warning("shared memory", value, remedy)
     return Finding("shared memory", value)
 
 
@@ -161,10 +157,9 @@ def check_library(vendor: str, version: str, standard: str, path: str) -> Findin
 def check_thread_level(name: str) -> Finding:
     """May a second thread communicate? Device transports drive MPI from one."""
     if name != "multiple":
-        return Finding(
+        return warning(
             "thread level",
             f"{name}, wanted: multiple",
-            Status.WARN,
             "use an MPI built with thread support, and leave mpi4py.rc.thread_level alone; "
             "until then only transports without a communication thread are safe",
         )
@@ -175,10 +170,9 @@ def check_trials(title: str, errors: Mapping[str, str]) -> Finding:
     """Verdict over trial operations, by dtype."""
     wrong = {dtype: text for dtype, text in errors.items() if text}
     if wrong:
-        return Finding(
+        return failure(
             title,
             "; ".join(f"{dtype}: {text}" for dtype, text in wrong.items()),
-            Status.FAIL,
             "this MPI library or its network module is broken for plain host memory: load another MPI module and "
             "rebuild mpi4py with it (pip install --no-binary=mpi4py --force-reinstall mpi4py)",
         )
@@ -207,7 +201,7 @@ def check_pair(speed: PairSpeed | None, same_node: bool) -> Finding:
             else "messages probably use TCP: check that the MPI was built for this fabric "
             "(ompi_info | grep -i ucx, fi_info) and that no variable forces tcp"
         )
-        return Finding("bandwidth", value, Status.WARN, remedy)
+        return warning("bandwidth", value, remedy)
     return Finding("bandwidth", value)
 
 
