@@ -43,6 +43,11 @@ class HpcZeroError(Exception):
     agreed = False  # True once every rank raises it together: then each exits by itself and no job is aborted
     raised_by = 0  # ranks of a topology that raise it together; 0 where that is not known
 
+    def on_all_ranks(self) -> HpcZeroError:
+        """The error itself, marked as one that every rank raises together."""
+        self.agreed = True
+        return self
+
 
 class ConfigError(HpcZeroError, ValueError):
     """An option, or a combination of options, that cannot work."""

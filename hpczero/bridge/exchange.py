@@ -157,12 +157,10 @@ class BridgeExchange:
     def _check_lengths(self, what: str, found: Sequence[Tensor]) -> None:
         wrong = [(rank, int(row[0])) for rank, row in enumerate(found) if int(row[0]) >= 0]
         if wrong:
-            error = CommError(
+            raise CommError(
                 f"{what} over process group {self._name}: rank {wrong[0][0]} expects another number of bytes from rank "
                 f"{wrong[0][1]} than it is sent; compare the split sizes of the two"
-            )
-            error.agreed = True
-            raise error
+            ).on_all_ranks()
 
     def _gathered(
         self,

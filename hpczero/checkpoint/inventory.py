@@ -94,13 +94,11 @@ def check_cover(topology: Topology, table: Table, held: Mapping[str, int]) -> No
         topology.world.comm.Allreduce(MPI.IN_PLACE, counts, op=MPI.SUM)
     for row, count in zip(rows, counts.tolist(), strict=True):
         if count != row.numel:
-            error = CheckpointError(
+            raise CheckpointError(
                 f"ranks hold {count:,} elements of {row.name!r} together, expected the {row.numel:,} of its shape "
                 f"{row.shape}: its parts do not make it whole; see that each part has another number, and that of "
                 "equal copies one is counted (plan.placement.Placement)"
-            )
-            error.agreed = True
-            raise error
+            ).on_all_ranks()
 
 
 def _placements(sharding: Sharding, part: ModelPart | None) -> dict[str, Placement]:

@@ -354,12 +354,10 @@ def _newest(path: Path, sharding: Sharding, *, own: bool) -> Loaded | None:
             others = f"{len(failed) - 1} older ones are not sound either"
         else:
             others = "no older one is there"
-        agreed = CorruptCheckpoint(
+        raise CorruptCheckpoint(
             f"{failed[0]}; {others}. Restore one from a copy, or start anew with another name (--run.name of "
             "the training command, another folder elsewhere)"
-        )
-        agreed.agreed = True
-        raise agreed
+        ).on_all_ranks()
     return None
 
 
@@ -553,9 +551,7 @@ def load(directory: str | Path, model: nn.Module, optimizer: Given = None) -> Lo
     state = given_sharding(model, optimizer)
     found = load_newest_at(folder.given_path(directory), state)
     if found is None:
-        error = ConfigError(f"{directory}: no checkpoint there; {folder.GIVE}")
-        error.agreed = True
-        raise error
+        raise ConfigError(f"{directory}: no checkpoint there; {folder.GIVE}").on_all_ranks()
     return found
 
 

@@ -329,12 +329,10 @@ def _merge_kinds(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
     for rank, kinds in enumerate(found):
         for key, kind in kinds.items():
             if merged.setdefault(key, kind) != kind:
-                error = CheckpointError(
+                raise CheckpointError(
                     f"rank {rank}: optimizer state {key!r} is {kind}, where a rank before has {merged[key]}; give "
                     "every rank the same optimizer"
-                )
-                error.agreed = True
-                raise error
+                ).on_all_ranks()
     return merged
 
 

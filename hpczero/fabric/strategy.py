@@ -315,12 +315,10 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
             value = hpczero.clip_grad_norm_(module, float(max_norm), float(norm_type))
             norm = torch.tensor(value, dtype=torch.float32, device="cpu")
         if error_if_nonfinite and not norm.isfinite():
-            error = StepError(
+            raise StepError(
                 f"clip_gradients: the norm of the gradients is {norm.item()}, expected a number; look for the loss "
                 "that is none, or pass error_if_nonfinite=False"
-            )
-            error.agreed = True
-            raise error
+            ).on_all_ranks()
         if of_part:
             clip_grads_with_norm_(parameters, float(max_norm), norm)
         return norm

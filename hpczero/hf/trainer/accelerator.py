@@ -118,12 +118,10 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
         found = self.exchange.objects(digest, "compare the weights")
         if len(set(found)) > 1:
             odd = next(rank for rank, other in enumerate(found) if other != found[0])
-            error = ConfigError(
+            raise ConfigError(
                 f"{type(model).__name__}: rank {odd} has other weights than rank 0, and each evaluates with its own; "
                 "build the model from the same seed or files on all ranks, or train first: rank 0's are given to all"
-            )
-            error.agreed = True
-            raise error
+            ).on_all_ranks()
         prepared: nn.Module = super().prepare_model(model, *args, **options)
         return prepared
 

@@ -275,9 +275,7 @@ def check_equal(
     everywhere = exchange.objects(lengths, "compare the lengths of data sets")
     odd = next((rank for rank, other in enumerate(everywhere) if other != everywhere[0]), None)
     if odd is not None:
-        error = DataError(
+        raise DataError(
             f"data sets: rank {odd} has lengths {everywhere[odd]}, and rank 0 {everywhere[0]}; give every rank the "
             "same data set: each takes its own part of it"
-        )
-        error.agreed = True
-        raise error
+        ).on_all_ranks()

@@ -239,11 +239,9 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
                     failed.append(str(error))
                     if self._exchange.topology.is_root:
                         logger.warning("%s; looking for an older checkpoint", error)
-            told = CorruptCheckpoint(
+            raise CorruptCheckpoint(
                 f"{failed[0]}; {len(failed) - 1} other(s) were not sound either. Restore one from a copy, or begin anew"
-            )
-            told.agreed = True
-            raise told
+            ).on_all_ranks()
 
     def _prepare_for_training(self, *args: Any, **named: Any) -> Any:
         found = super()._prepare_for_training(*args, **named)
@@ -262,12 +260,10 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = self._exchange.objects(len(batches), "count the batches of a step")
         if len(set(counts)) > 1:
-            error = DataError(
+            raise DataError(
                 f"batches of this step: ranks have {counts}, expected equal numbers; give every rank the same data set "
                 "(each takes its own part of it), or data that ends nowhere with max_steps"
-            )
-            error.agreed = True
-            raise error
+            ).on_all_ranks()
         return batches, items
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **named: Any) -> None:
