@@ -17,10 +17,11 @@ from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk import folder
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, digest
 from hpczero.checkpoint.disk.lines import asides
-from hpczero.checkpoint.disk.rawfile import opened, read_at, rest_digest
+from hpczero.checkpoint.disk.rawfile import opened, rest_digest
 from hpczero.checkpoint.disk.stored import check_content
 from hpczero.checkpoint.foreign.exporting import WeightsForm, export
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint, run
+from hpczero.files.direct import read_at
 from hpczero.files.regular import is_there, reason, shown
 from hpczero.options.config import TrainOptions
 from hpczero.options.reading import parse_command_line

@@ -21,11 +21,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.checkpoint.disk import format as on_disk
-from hpczero.checkpoint.disk.rawfile import read_into
 from hpczero.checkpoint.exchange import DatasetExchange, EvenRuns, check_range
 from hpczero.checkpoint.held import Scalar
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
+from hpczero.files.direct import read_into
 from hpczero.files.regular import open_regular, reason
 from hpczero.job.topology import Topology
 from hpczero.job.watchdog import Watchdog
@@ -172,9 +172,7 @@ class SlabReader:
     def _dataset(self, name: str) -> on_disk.Dataset:
         dataset = self.manifest.dataset(name)
         if dataset is None:  # the manifest is the same on all ranks
-            error = CorruptCheckpoint(f"{self.path}: dataset {name} is not in it")
-            error.agreed = True
-            raise error
+            raise CorruptCheckpoint(f"{self.path}: dataset {name} is not in it").on_all_ranks()
         return dataset
 
     @contextlib.contextmanager

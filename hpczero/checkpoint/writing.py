@@ -33,11 +33,11 @@ from hpczero.checkpoint.disk import h5file
 from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, digest
 from hpczero.checkpoint.disk.lines import strangers
-from hpczero.checkpoint.disk.rawfile import manifest_of, start_writeback, write_at, write_direct
+from hpczero.checkpoint.disk.rawfile import manifest_of, start_writeback, write_direct
 from hpczero.checkpoint.exchange import DatasetExchange
 from hpczero.checkpoint.snapshot import DatasetPart, Snapshot
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError, is_out_of_memory
-from hpczero.files.direct import filesystem_of, open_direct
+from hpczero.files.direct import filesystem_of, open_direct, write_at
 from hpczero.job.topology import Topology, before_finalize
 from hpczero.options.environment import Environment
 

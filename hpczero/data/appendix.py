@@ -19,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from hpczero.errors import DataError
+from hpczero.files.direct import read_into
 from hpczero.files.regular import parse_json, reason, shown
 
 FORMAT = "hpczero tokens"
@@ -257,14 +258,11 @@ class Slabs:
 
     def _fill(self, into: TokenArray, index: int, skip: int) -> None:
         """Read from token ``skip`` of a slab on."""
-        left = into.data.cast("B")
         offset = int(self._places[index]) + skip * self.dtype.itemsize
         try:
-            while left:
-                count = os.preadv(self._descriptor, [left], offset)
-                if not count:
-                    raise DataError(f"{self._what}: the file ends at byte {offset}; {REMEDY}")
-                left, offset = left[count:], offset + count
+            read_into(self._descriptor, offset, into)
+        except EOFError as error:
+            raise DataError(f"{self._what}: {error}; {REMEDY}") from error
         except OSError as error:
             raise DataError(f"{self._what} cannot be read: {reason(error)}; {REMEDY}") from error
 

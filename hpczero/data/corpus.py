@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
@@ -22,6 +22,9 @@ from hpczero.data.team import Alone, Team
 from hpczero.errors import DataError
 from hpczero.files.regular import open_regular, reason
 from hpczero.job.long_work import Progress
+
+if TYPE_CHECKING:
+    from hpczero.data.rows import FileRows
 
 BLOCK_NBYTES = 4 * 2**20
 REST_NBYTES = 4 * 2**20  # of the line that a block ends in; more of it is for the next block
@@ -54,43 +57,6 @@ class Text(NamedTuple):
     ends_document: bool
     where: str = ""
     is_whole: bool = False
-
-
-class HasLength(Protocol):
-    """Something with a length in bytes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of text."""
-        ...
-
-
-class TextSource(Protocol):
-    """Text of a corpus, in one file: one document, or several."""
-
-    @property
-    def path(self) -> Path:
-        """Of the file."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of text."""
-        ...
-
-    @property
-    def digest(self) -> bytes:
-        """Of the text."""
-        ...
-
-    @property
-    def table(self) -> Sequence[HasLength]:
-        """Its blocks."""
-        ...
-
-    def texts(self, index: int) -> Iterator[Text]:
-        """The text of one block, read. Raises DataError if it cannot be, or has changed."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -134,6 +100,9 @@ class Document:
         """The text of one block; raises as ``block``."""
         is_last = index == len(self.table) - 1
         yield Text(self.table[index].offset, self.block(index), is_last)
+
+
+TextSource: TypeAlias = "Document | FileRows"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hpczero.data.batches import Int64Array, Sampler, at_even_distances
 from hpczero.data.team import Alone, Ranks, Team
 from hpczero.errors import ConfigError, DataError
+from hpczero.files.direct import read_at
 from hpczero.files.regular import open_regular, reason
 
 if TYPE_CHECKING:
@@ -507,12 +508,10 @@ class TarShards(Dataset[Any]):
         try:
             descriptor = self._descriptor(shard)
             for name, offset, nbytes in files:
-                sample[name] = _read(descriptor, nbytes, offset)
-                if len(sample[name]) != nbytes:
-                    raise DataError(f"{one.path}: has changed since its headers were read")
-        except DataError:
-            raise
-        except (OSError, ValueError) as error:
+                sample[name] = read_at(descriptor, offset, nbytes).tobytes()
+        except EOFError as error:
+            raise DataError(f"{one.path}: has changed since its headers were read") from error
+        except OSError as error:
             raise DataError(f"{one.path}: cannot be read ({reason(error)})") from error
         return self._decode(sample)
 
@@ -598,17 +597,6 @@ def _add(
     if extension == "__key__" or any(extension == other for other, _, _ in files):
         raise DataError(f"{path}: sample {key} has two files .{extension}")
     files.append((extension, member.offset_data, member.size))
-
-
-def _read(descriptor: int, nbytes: int, offset: int) -> bytes:
-    """``nbytes`` at ``offset``, or as many as there are; the system gives at most 2 GiB at once."""
-    found = os.pread(descriptor, nbytes, offset)
-    while 0 < len(found) < nbytes:
-        more = os.pread(descriptor, nbytes - len(found), offset + len(found))
-        if not more:
-            break
-        found += more
-    return found
 
 
 __all__ = ["GlobalBatches", "ResumableLoader", "Share", "TarShards"]

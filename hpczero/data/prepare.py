@@ -103,9 +103,10 @@ def places(corpus: Corpus) -> Iterator[BlockPlace]:
     """All blocks in order."""
     position = 0
     for document in corpus.documents:
-        for index, block in enumerate(document.table):
-            yield BlockPlace(document, index, position)
-            position += block.nbytes
+        for index in range(len(document.table)):
+            place = BlockPlace(document, index, position)
+            yield place
+            position += place.nbytes
 
 
 def units(corpus: Corpus) -> Iterator[list[BlockPlace]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,52 +29,8 @@ Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
 
-class Team(Protocol):
-    """Ranks that work on parts of one thing. Every method is collective: all ranks make the same calls in one order.
-
-    A rank that waits sleeps, so its cores are free for the threads that work.
-
-    Attributes:
-        rank: of this process, from 0.
-        size: number of ranks.
-        progress: told how far the work of this rank is.
-    """
-
-    rank: int
-    size: int
-    progress: Progress
-
-    def agreed(self, what: str) -> AbstractContextManager[None]:
-        """Run rank-local work inside; if any rank raises, all ranks raise. ``what`` names the work in the message."""
-        ...
-
-    def all_gather(self, mine: Int64Array) -> Int64Array:
-        """int64 (k,) of every rank as (size, k)."""
-        ...
-
-    def all_gather_lists(self, mine: Sequence[T]) -> list[list[T]]:
-        """The list of every rank, in rank order. Its items must pickle."""
-        ...
-
-    def gather(self, mine: ByteArray, nbytes: Sequence[int]) -> list[ByteArray]:
-        """Bytes of every rank, on rank 0; empty elsewhere. ``nbytes`` has their number on each rank."""
-        ...
-
-    def take_steps(self, what: str, steps: Iterator[object]) -> None:
-        """Exhaust ``steps``, this rank's own, while all ranks meet now and then.
-
-        Raises:
-            HpcZeroError: the steps of some rank raised; on every rank, as ``agreed``.
-        """
-        ...
-
-    def by_root(self, what: str, work: Callable[[Progress], str]) -> str:
-        """What ``work`` returns on rank 0, on every rank."""
-        ...
-
-
 class Alone:
-    """The team of one process."""
+    """The team of one process; methods as of ``Ranks``."""
 
     rank, size = 0, 1
 
@@ -111,11 +67,21 @@ MEET_S = 0.5  # of work between two meetings, at least
 
 
 class Ranks:
-    """The team of all ranks of ``topology``. ``show`` is told on rank 0 how far it is, whenever all ranks meet."""
+    """The team of all ranks of a topology, which work on parts of one thing.
+
+    Every method is collective: all ranks make the same calls in one order. A rank that waits sleeps, so its cores are
+    free for the threads that work.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: number of ranks.
+        progress: told how far the work of this rank is.
+    """
 
     def __init__(
         self, topology: Topology, show: Callable[[Moment], None] = lambda moment: None
     ) -> None:
+        """``show`` is told on rank 0 how far it is, whenever all ranks meet."""
         self.rank, self.size = topology.rank, topology.size
         self.progress = Progress()
         self._topology = topology
@@ -123,7 +89,10 @@ class Ranks:
 
     @contextmanager
     def agreed(self, what: str) -> Iterator[None]:
-        """``Topology.agreed``, but asleep until all are there ([Note: Asked to end])."""
+        """Run rank-local work inside; if any rank raises, all ranks raise. ``what`` names the work in the message.
+
+        As ``Topology.agreed``, but asleep until all are there ([Note: Asked to end]).
+        """
         error = None
         try:
             yield
@@ -146,13 +115,13 @@ class Ranks:
         return found
 
     def all_gather_lists(self, mine: Sequence[T]) -> list[list[T]]:
-        """The list of every rank, in rank order."""
+        """The list of every rank, in rank order. Its items must pickle."""
         self.all_gather(np.zeros(1, dtype=np.int64))  # asleep until all are there
         with self._topology.watchdog.collective("an exchange of the ranks that prepare tokens"):
             return self._topology.world.comm.allgather(list(mine))
 
     def gather(self, mine: ByteArray, nbytes: Sequence[int]) -> list[ByteArray]:
-        """Bytes of every rank, on rank 0."""
+        """Bytes of every rank, on rank 0; empty elsewhere. ``nbytes`` has their number on each rank."""
         from hpczero.job.root_work import wait_asleep
 
         found = np.empty(sum(nbytes) if self.rank == 0 else 0, dtype=np.uint8)
@@ -162,7 +131,11 @@ class Ranks:
         return np.split(found, np.cumsum(nbytes)[:-1]) if self.rank == 0 else []
 
     def take_steps(self, what: str, steps: Iterator[object]) -> None:
-        """Exhaust them; see [Note: Who may be slow]."""
+        """Exhaust ``steps``, this rank's own, while all ranks meet now and then ([Note: Who may be slow]).
+
+        Raises:
+            HpcZeroError: the steps of some rank raised; on every rank, as ``agreed``.
+        """
         done = False
         while True:
             error = None
@@ -181,7 +154,10 @@ class Ranks:
                 return
 
     def by_root(self, what: str, work: Callable[[Progress], str]) -> str:
-        """``done_by_root``: on the cores of all ranks of its node."""
+        """What ``work`` returns on rank 0, on every rank. It may use the cores of all ranks of its node."""
         from hpczero.job.root_work import done_by_root
 
         return done_by_root(self._topology, what, work, show=self._show)
+
+
+Team = Alone | Ranks

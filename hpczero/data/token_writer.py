@@ -10,7 +10,6 @@ of ranks.
 
 from __future__ import annotations
 
-import io
 import os
 import time
 import uuid
@@ -28,6 +27,7 @@ from hpczero.data.appendix import FORMAT, SPLITS, VERSION, Description, SplitPar
 from hpczero.data.team import Alone, Team
 from hpczero.data.tokenize import Tokenizer
 from hpczero.errors import DataError
+from hpczero.files.direct import read_at, write_at, written_spans
 from hpczero.files.regular import reason
 
 # HDF5's part of a token file: its structures are made in memory, around tokens that are in the file already.
@@ -59,12 +59,12 @@ class Structure:
 
     Attributes:
         places: where the tokens of each split begin, in bytes.
-        pieces: place and bytes of all the rest.
+        pieces: place and bytes of all the rest, in whole pages.
         nbytes: length of HDF5's part of the file.
     """
 
     places: tuple[int, ...]
-    pieces: tuple[tuple[int, bytes], ...]
+    pieces: tuple[tuple[int, npt.NDArray[np.uint8]], ...]
     nbytes: int
 
 
@@ -74,7 +74,7 @@ def structure_of(
     """The structures of a file with these splits, in the order of ``SPLITS``."""
     import h5py
 
-    memory, places = _SparseFile(), []
+    places = []
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)
     settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -82,18 +82,23 @@ def structure_of(
     settings.set_obj_track_times(False)  # equal text makes equal files
     # The newest form of its structures: they have checksums, which other readers hold them against.
     aligned = {"alignment_threshold": 1, "alignment_interval": PAGE}
-    with h5py.File(memory, "w", libver=("v110", "v110"), **aligned) as file:
-        kind = h5py.h5t.py_create(dtype.newbyteorder("<"))
-        groups = [file.create_group(name) for name in SPLITS]
-        for group, dataset in zip(groups, datasets, strict=True):
-            space = h5py.h5s.create_simple((dataset.numel,))
-            tokens = h5py.h5d.create(group.id, b"tokens", kind, space, settings)
-            places.append(int(tokens.get_offset()))
-        # After the datasets, whose places shall not depend on their length.
-        for group, dataset in zip(groups, datasets, strict=True):
-            group.attrs.update(dataset.attributes)
-        file.attrs.update(attributes)
-    return Structure(tuple(places), tuple(memory.written), memory.nbytes)
+    with open(os.memfd_create("tokens"), "w+b", buffering=0) as image:
+        with h5py.File(image, "w", libver=("v110", "v110"), **aligned) as file:
+            kind = h5py.h5t.py_create(dtype.newbyteorder("<"))
+            groups = [file.create_group(name) for name in SPLITS]
+            for group, dataset in zip(groups, datasets, strict=True):
+                space = h5py.h5s.create_simple((dataset.numel,))
+                tokens = h5py.h5d.create(group.id, b"tokens", kind, space, settings)
+                places.append(int(tokens.get_offset()))
+            # After the datasets, whose places shall not depend on their length.
+            for group, dataset in zip(groups, datasets, strict=True):
+                group.attrs.update(dataset.attributes)
+            file.attrs.update(attributes)
+        made = image.fileno()
+        pieces = tuple(
+            (start, read_at(made, start, end - start)) for start, end in written_spans(made)
+        )
+        return Structure(tuple(places), pieces, os.fstat(made).st_size)
 
 
 def places(dtype: np.dtype[Any], train_numel: int) -> tuple[int, ...]:
@@ -102,59 +107,6 @@ def places(dtype: np.dtype[Any], train_numel: int) -> tuple[int, ...]:
     return structure_of(
         dtype, (TokenDataset(train_numel, counts), TokenDataset(1, counts)), {}
     ).places
-
-
-class _SparseFile(io.RawIOBase):
-    """A sparse file that keeps what is written to it."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[int, bytes]] = []
-        self.nbytes = 0
-        self._pages: dict[int, bytearray] = {}
-        self._place = 0
-
-    def write(self, data: Any) -> int:
-        mine = bytes(memoryview(data).cast("B"))
-        self.written.append((self._place, mine))
-        for begin, page, skip, count in self._spans(len(mine)):
-            self._pages.setdefault(page, bytearray(PAGE))[skip : skip + count] = mine[
-                begin : begin + count
-            ]
-        self._place += len(mine)
-        self.nbytes = max(self.nbytes, self._place)
-        return len(mine)
-
-    def readinto(self, into: Any) -> int:
-        view = memoryview(into).cast("B")
-        for begin, page, skip, count in self._spans(len(view)):
-            view[begin : begin + count] = self._pages.get(page, bytes(PAGE))[skip : skip + count]
-        self._place += len(view)
-        return len(view)
-
-    def _spans(self, nbytes: int) -> list[tuple[int, int, int, int]]:
-        """(begin, page, skip, count) for each page that ``nbytes`` from here on touch."""
-        spans, begin = [], 0
-        while begin < nbytes:
-            page, skip = divmod(self._place + begin, PAGE)
-            count = min(PAGE - skip, nbytes - begin)
-            spans.append((begin, page, skip, count))
-            begin += count
-        return spans
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self.nbytes}[whence]
-        self._place = base + offset
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def truncate(self, nbytes: int | None = None) -> int:
-        self.nbytes = self._place if nbytes is None else nbytes
-        return self.nbytes
-
-    def flush(self) -> None:
-        pass
 
 
 SLAB_NUMEL = 2**15  # of one digest (docs/performance.md)
@@ -301,11 +253,7 @@ class TokenWriter:
 
     def _write(self, split: int, start: int, ids: Ids) -> None:
         """Write slabs from token ``start`` on, and digest each; the last may be short."""
-        left = memoryview(ids.data).cast("B")
-        place = self._place(split, start)
-        while left:
-            written = os.pwrite(self._descriptor, left, place)
-            left, place = left[written:], place + written
+        write_at(self._descriptor, self._place(split, start), ids)
         for begin in range(0, len(ids), SLAB_NUMEL):
             digest = appendix.digest(ids[begin : begin + SLAB_NUMEL])
             self._digests.append((split, (start + begin) // SLAB_NUMEL, digest))
@@ -432,11 +380,9 @@ def _complete(
         for name, part in parts.items()
     ]
     end = max(made.nbytes, *ends)
-    for place, data in (*made.pieces, (end, appendix.to_bytes(end, description, tables))):
-        left = memoryview(data)
-        while left:
-            written = os.pwrite(descriptor, left, place)
-            left, place = left[written:], place + written
+    for place, data in made.pieces:
+        write_at(descriptor, place, data)
+    write_at(descriptor, end, np.frombuffer(appendix.to_bytes(end, description, tables), np.uint8))
     os.fsync(descriptor)  # first: a rename may reach the disk before the contents do
 
 

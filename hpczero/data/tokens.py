@@ -17,7 +17,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,31 +28,14 @@ from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import DataError
 from hpczero.files.regular import open_regular, reason
 
+if TYPE_CHECKING:
+    from hpczero.data.sources import FlatTokens
+
 VERSION = appendix.VERSION
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _REMEDY = "prepare it with `python -m hpczero.data prepare`"
-
-
-class TokenSource(Protocol):
-    """Where a split's tokens come from.
-
-    Attributes:
-        fingerprint: equal for equal tokens, as far as the file tells without reading them.
-    """
-
-    dtype: np.dtype[np.unsignedinteger[Any]]
-    numel: int
-    fingerprint: bytes
-
-    def read(self, start: int, stop: int) -> TokenArray:
-        """(stop - start,) tokens, checked."""
-        ...
-
-    def check_all(self) -> None:
-        """Read and check all of them."""
-        ...
 
 
 class Split:
@@ -63,7 +46,7 @@ class Split:
         text_nbytes: bytes of the text.
     """
 
-    def __init__(self, source: TokenSource, documents: int, text_nbytes: int) -> None:
+    def __init__(self, source: Slabs | FlatTokens, documents: int, text_nbytes: int) -> None:
         self._source = source
         self.documents = documents
         self.text_nbytes = text_nbytes

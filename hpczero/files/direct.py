@@ -1,4 +1,4 @@
-"""File systems: reads and writes past the kernel's cache, and stripes over the storage targets of Lustre."""
+"""Bytes at offsets of a file, writes past the kernel's cache, and stripes over the storage targets of Lustre."""
 
 from __future__ import annotations
 
@@ -10,13 +10,57 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from hpczero.errors import ConfigError
 
 PAGE = mmap.PAGESIZE
 MOST_ALIGNMENT = 2**20
+
+
+def write_at(descriptor: int, offset: int, data: npt.NDArray[Any]) -> None:
+    """All of ``data``, however little the system takes at a time."""
+    left = np.ascontiguousarray(data).data.cast("B") if data.size else memoryview(b"")
+    while left:
+        written = os.pwrite(descriptor, left[: 2**30], offset)
+        left, offset = left[written:], offset + written
+
+
+def read_at(descriptor: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """(nbytes,) from ``offset`` on. Raises EOFError: the file ends before."""
+    found = np.empty(nbytes, dtype=np.uint8)
+    read_into(descriptor, offset, found)
+    return found
+
+
+def read_into(descriptor: int, offset: int, into: npt.NDArray[Any]) -> None:
+    """As many bytes from ``offset`` on as ``into`` has. Raises EOFError: the file ends before."""
+    left = into.data.cast("B") if into.size else memoryview(b"")
+    while left:
+        count = os.preadv(descriptor, [left[: 2**30]], offset)
+        if not count:
+            raise EOFError(f"the file ends at byte {offset}")
+        left, offset = left[count:], offset + count
+
+
+def written_spans(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each part of a sparse file that something was written to, in whole pages."""
+    stop, nbytes = 0, os.fstat(descriptor).st_size
+    while stop < nbytes:
+        try:
+            start = os.lseek(descriptor, stop, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing up to the end
+                return
+            raise
+        stop = os.lseek(descriptor, start, os.SEEK_HOLE)
+        yield start, stop
 
 
 def open_direct(path: Path) -> int | None:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.checkpoint.disk.format import FORMAT, VERSION, Dataset, Table
-from hpczero.checkpoint.disk.rawfile import read_at, write_at
+from hpczero.files.direct import read_at, write_at, written_spans
 
 ALIGNMENT = 2**20  # of datasets in the file: whole stripes of parallel file systems
 NAME_NBYTES = 256
@@ -69,19 +69,10 @@ def create(
 
 
 def _copy(image: int, path: Path) -> None:
-    nbytes = os.fstat(image).st_size
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        os.ftruncate(descriptor, nbytes)
-        stop = 0
-        while stop < nbytes:
-            try:
-                start = os.lseek(image, stop, os.SEEK_DATA)
-            except OSError as error:
-                if error.errno == errno.ENXIO:  # nothing up to the end
-                    break
-                raise
-            stop = os.lseek(image, start, os.SEEK_HOLE)
+        os.ftruncate(descriptor, os.fstat(image).st_size)
+        for start, stop in written_spans(image):
             write_at(descriptor, start, read_at(image, start, stop - start))
     finally:
         os.close(descriptor)

@@ -10,26 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from hpczero.checkpoint.disk.format import Dataset, Manifest, now
-from hpczero.files.direct import PAGE
+from hpczero.files.direct import PAGE, read_at
 from hpczero.files.regular import open_regular
 
 COPY_NBYTES = 2**22
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 Array = npt.NDArray[Any]
-
-
-def write_at(descriptor: int, offset: int, data: Array) -> None:
-    """All of ``data``, however little the system takes at a time."""
-    left = np.ascontiguousarray(data).data.cast("B") if data.size else memoryview(b"")
-    while left:
-        written = os.pwrite(descriptor, left[: 2**30], offset)
-        left, offset = left[written:], offset + written
 
 
 def write_direct(descriptor: int, offset: int, data: Array) -> int:
@@ -61,23 +52,6 @@ def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
     if call is not None and nbytes:
         call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
         call(descriptor, offset, nbytes, SYNC_FILE_RANGE_WRITE)  # a hint: errors show in fsync
-
-
-def read_at(descriptor: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """(nbytes,) from ``offset`` on. Raises EOFError: the file ends before."""
-    found = np.empty(nbytes, dtype=np.uint8)
-    read_into(descriptor, offset, found)
-    return found
-
-
-def read_into(descriptor: int, offset: int, into: npt.NDArray[np.uint8]) -> None:
-    """As many bytes from ``offset`` on as ``into`` has. Raises EOFError: the file ends before."""
-    left = into.data
-    while left:
-        count = os.preadv(descriptor, [left[: 2**30]], offset)
-        if not count:
-            raise EOFError(f"the file ends at byte {offset}")
-        left, offset = left[count:], offset + count
 
 
 def manifest_of(state: Path, datasets: Sequence[Dataset], **others: Any) -> Manifest:

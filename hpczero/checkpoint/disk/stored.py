@@ -19,8 +19,8 @@ import numpy.typing as npt
 from hpczero.checkpoint.disk import format as on_disk
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.json_keys import extra_of, unmarked
-from hpczero.checkpoint.disk.rawfile import read_at
 from hpczero.errors import CorruptCheckpoint
+from hpczero.files.direct import read_at
 from hpczero.files.regular import open_regular, reason
 
 ELEMENTS = "elements"

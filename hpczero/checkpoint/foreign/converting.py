@@ -26,11 +26,12 @@ from hpczero.checkpoint.disk import format as on_disk
 from hpczero.checkpoint.disk import h5file
 from hpczero.checkpoint.disk.folder import Folder, place_for
 from hpczero.checkpoint.disk.lock import Lock
-from hpczero.checkpoint.disk.rawfile import manifest_of, write_at
+from hpczero.checkpoint.disk.rawfile import manifest_of
 from hpczero.checkpoint.foreign import weight_files
 from hpczero.checkpoint.foreign.safe_file import KEY
 from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError
+from hpczero.files.direct import write_at
 from hpczero.files.regular import parse_json
 
 RUN_KEY = "hpczero"  # of the final weights of a run
