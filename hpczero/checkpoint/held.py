@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -77,18 +77,6 @@ def scalar_of(kind: str, number: Scalar | None) -> Any:
 
 
 OPEN_NBYTES = 64 * 2**20  # of windows in memory; see [Note: Open windows]
-
-
-class HeldElements(Protocol):
-    """Elements of one dataset; a flat tensor is one too."""
-
-    def __getitem__(self, part: slice, /) -> Tensor:
-        """(elements of ``part``,), which nobody changes before the next call.
-
-        Raises:
-            TierError: they rest on a tier that cannot read them.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -162,7 +150,7 @@ class HeldPieces:
         home.expect(pieces)
 
     def __getitem__(self, part: slice, /) -> Tensor:
-        """(elements of ``part``,) fp32 copy on the host."""
+        """(elements of ``part``,) fp32 copy on the host. Raises TierError: a tier cannot read them."""
         found = torch.empty(part.stop - part.start, dtype=torch.float32, device="cpu")
         for piece, elements, inside in self._touched(part):
             begin, end = piece.place(elements.start, elements.stop)
@@ -202,6 +190,9 @@ class HeldPieces:
             stop, first = min(end, part.stop), end - piece.numel
             yield piece, slice(at - first, stop - first), slice(at - part.start, stop - part.start)
             index, at = index + 1, stop
+
+
+HeldElements: TypeAlias = HeldPieces | Tensor  # of one dataset
 
 
 def with_padding(piece: ParameterPiece, begin: int, end: int, values: Tensor) -> Tensor:

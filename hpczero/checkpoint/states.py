@@ -53,7 +53,7 @@ def extra_text(extra: Mapping[str, Any]) -> str:
         return text
     except json_keys.Unfit as error:
         raise ConfigError(
-            f"save: extra cannot be written as JSON: extra{error.where} {error.what}; {_ADVICE}"
+            f"save: extra cannot be written as JSON: extra{error}; {_ADVICE}"
         ) from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"save: extra cannot be written as JSON ({error}); {_ADVICE}") from error
@@ -106,11 +106,7 @@ def states_of(model: nn.Module) -> dict[str, Any]:
             found[name] = json_keys.marked(_packed(module.get_extra_state()))
             parse_json(json.dumps(found[name]))
         except (json_keys.Unfit, ValueError, RecursionError) as error:
-            what = (
-                f"{error.where} {error.what}"
-                if isinstance(error, json_keys.Unfit)
-                else f": {error}"
-            )
+            what = error if isinstance(error, json_keys.Unfit) else f": {error}"
             raise CheckpointError(
                 f"save: get_extra_state() of the module {name!r} ({type(module).__name__}) cannot be kept: "
                 f"state{what}; {_ADVICE}"
@@ -247,11 +243,7 @@ def options_of(group: Mapping[str, Any], place: int) -> tuple[dict[str, Any], di
         except _NoData as error:
             left[name] = str(error)
         except (json_keys.Unfit, RecursionError) as error:
-            what = (
-                f"{error.where} {error.what}"
-                if isinstance(error, json_keys.Unfit)
-                else " is nested too deeply"
-            )
+            what = error if isinstance(error, json_keys.Unfit) else " is nested too deeply"
             raise CheckpointError(
                 f"option {name!r} of group {place} of the optimizer{what}, which a checkpoint cannot keep; expected "
                 "numbers, texts, None, and tuples, lists or dictionaries of them"

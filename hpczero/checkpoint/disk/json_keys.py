@@ -41,12 +41,15 @@ class Packed:
 
 
 class Unfit(TypeError):
-    """A value that JSON cannot hold. The message says which, and where."""
+    """A value that JSON cannot hold. Its text says where, and what it is: ``["a"][1] is a set``."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.what = what
         self.where = ""
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.what}"
 
     def inside(self, key: object) -> Unfit:
         """The same error, one level further up."""
