@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hpczero.checkpoint.disk.format import NAMED
+from hpczero.checkpoint.disk.format import NAMED, some
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.files.regular import shown
 from hpczero.models.config import gpt_shapes
@@ -144,10 +144,10 @@ def check(
         faults = [f"positions are {positions!r}, expected 'learned'; give --layout transformers"]
     missing = [name for name in expected if name not in shapes]
     if missing:
-        faults.append(f"there is no {_some(missing)}")
+        faults.append(f"there is no {some(missing)}")
     foreign = [name for name in shapes if name not in expected]
     if foreign:
-        faults.append(f"{'GPT-NeoX' if rotary else 'GPT-2'} has no {_some(foreign)}")
+        faults.append(f"{'GPT-NeoX' if rotary else 'GPT-2'} has no {some(foreign)}")
     faults += [
         f"{name} is {shapes[name]}, expected {shape}"
         for name, shape in expected.items()
@@ -163,11 +163,6 @@ def check(
             f"the model is not a {'GPT-NeoX' if rotary else 'GPT-2'} ({'; '.join(faults)}); export it with "
             "--layout hpczero"
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 def their_config(

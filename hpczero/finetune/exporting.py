@@ -9,27 +9,25 @@ World rank 0 writes. It holds the trained parameters and, of the frozen ones, a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from typing_extensions import override
 
-from hpczero.checkpoint.foreign.safe_file import WeightsWriter
+from hpczero.checkpoint.foreign.streaming import FolderWriter, NewFolder, Pairs, stream
 from hpczero.checkpoint.foreign.weight_files import cast
-from hpczero.errors import CheckpointNotWritten, ConfigError
-from hpczero.files.durable import Hidden, is_free
+from hpczero.errors import ConfigError
 from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product, is_peft, saved_by_peft
 from hpczero.finetune.lowrank import CHILD, LowRank, merged
 from hpczero.memory.buffers import DTYPES
-from hpczero.zero.full_state import StateByUnit, is_whole
+from hpczero.zero.full_state import is_whole
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.zeroify import sharding
 
-WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 NAMED = 5
@@ -59,17 +57,18 @@ def save_adapter(
     values = _trained_values(state)
     with state.topology.agreed("write the adapter"):
         if state.topology.is_root:
-            with _made(folder) as temporary:
+            with NewFolder(folder) as made, made.told():
                 if is_peft(model):
                     with saved_by_peft(model, values) as given:
                         model.save_pretrained(  # type: ignore[operator]
-                            str(temporary),
+                            str(made.path),
                             state_dict=given,
                             save_embedding_layers=False,
                             **({} if adapter is None else {"selected_adapters": [adapter]}),
                         )
                 else:
-                    _write_own(model, values, temporary, base)
+                    _write_own(model, values, made.path, base)
+                made.commit()
     return folder
 
 
@@ -99,70 +98,49 @@ def save_merged(model: nn.Module, folder: str | Path, *, dtype: str = "fp32") ->
         if dtype not in DTYPES:
             raise ConfigError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
         adapted = Adapted.of(model)
-    by_unit = StateByUnit(model)
-    with ExitStack() as stack:
-        writer: WeightsWriter | None = None
-        with topology.agreed("begin the merged weights"):
-            if by_unit.tensors is not None:
-                temporary = stack.enter_context(_made(folder))
-                _write_config(adapted.base, temporary, DTYPES[dtype])
-                merging = _Merging(adapted, by_unit.tensors, DTYPES[dtype])
-                writer = WeightsWriter(temporary / WEIGHTS, merging.named, {"format": "pt"})
-                stack.enter_context(writer)
-                writer.put((buffer, buffer) for buffer in merging.buffers)
-        for pairs in by_unit.units():
-            with topology.agreed("write the merged weights"):
-                if writer is not None:
-                    writer.put(merging.merged(pairs))
-        with topology.agreed("write the merged weights"):
-            if writer is not None:
-                writer.commit()
-                stack.close()
+    stream(model, lambda tensors: _Merging(adapted, tensors, DTYPES[dtype], folder))
     return folder
 
 
-class _Merging:
-    """Parameters of a model and its products on their way into the merged weights; products come before their layers.
+class _Merging(FolderWriter):
+    """Parameters of a model and its products on their way into merged weights; products come before layers."""
 
-    Attributes:
-        named: what is written, by the names without products; parameters without values.
-        buffers: those of them that have values.
-    """
-
-    def __init__(self, adapted: Adapted, tensors: Mapping[str, Any], dtype: torch.dtype) -> None:
-        self._name = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    def __init__(
+        self, adapted: Adapted, tensors: Mapping[str, Any], dtype: torch.dtype, folder: Path
+    ) -> None:
+        self._names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
         self._products = {product.weight: product for product in adapted.products}
         self._waits = {name for product in adapted.products for name in (product.a, product.b)}
-        self._parts: dict[str, Tensor] = {}
-        self._out: dict[int, Tensor] = {}
-        self.named: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
+        self._keys: dict[int, str] = {}  # in the merged weights
+        written: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            plain = adapted.plain_name(name)
-            if plain is not None and isinstance(tensor, Tensor):
-                kept = tensor.device.type != "meta"
-                made = tensor if kept else torch.empty(tensor.shape, dtype=dtype, device="meta")
-                self.named[plain] = self._out.setdefault(id(tensor), made)
-        self.buffers = {id(t): t for t in self.named.values() if t.device.type != "meta"}.values()
+            key = adapted.plain_name(name)
+            if key is not None and isinstance(tensor, Tensor) and id(tensor) not in self._keys:
+                self._keys[id(tensor)] = key
+                own = dtype if tensor.is_meta else tensor.dtype
+                written[key] = torch.empty(tensor.shape, dtype=own, device="meta")
+        super().__init__(
+            folder, written, 2**63, lambda place: _write_config(adapted.base, place, dtype)
+        )
 
-    def merged(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """What of a unit is written, each with its value.
-
-        Args:
-            pairs: what stands for each parameter of the unit, and its value.
-        """
+    @override
+    def put(self, pairs: Pairs) -> None:
         for stand, value in pairs:
-            name = self._name[id(stand)]
+            name = self._names[id(stand)]
             if name in self._waits:
-                self._parts[name] = value.clone()  # the unit's buffer would stay with it
-            elif id(stand) in self._out:
-                found = self._out[id(stand)]
-                yield found, cast(self._with_product(name, value), found.dtype, name)
+                self._factors[name] = value.clone()  # the unit's buffer would stay with it
+            elif id(stand) in self._keys:
+                key = self._keys[id(stand)]
+                self.write(
+                    key, cast(self._with_product(name, value), self._tensors[key].dtype, name)
+                )
 
     def _with_product(self, name: str, value: Tensor) -> Tensor:
         product: Product | None = self._products.get(name)
         if product is None:
             return value
-        a, b = self._parts[product.a], self._parts[product.b]
+        a, b = self._factors[product.a], self._factors[product.b]
         return merged(value, a, b, product.scale, product.transposed)
 
 
@@ -223,9 +201,6 @@ def _trained_values(state: Sharding) -> dict[str, Tensor]:
     return values
 
 
-# --- the folder ------------------------------------------------------------------------------------------------------
-
-
 def _checked(model: nn.Module) -> Sharding:
     """The model's sharding, once its values can be collected. Collective over world."""
     state = sharding(model)
@@ -240,22 +215,6 @@ def _checked(model: nn.Module) -> Sharding:
         state.check_values()
     state.step.agreement.replicas.check()
     return state
-
-
-@contextmanager
-def _made(folder: Path) -> Iterator[Path]:
-    """A folder under a hidden name inside, which takes its own at the end; nothing of it stays after an error."""
-    try:
-        if not is_free(folder.absolute()):
-            raise ConfigError(f"{folder}: is there already; give another name, or take it away")
-        with Hidden(folder) as hidden:
-            hidden.path.mkdir()
-            yield hidden.path
-            hidden.commit()
-    except OSError as error:
-        raise CheckpointNotWritten(
-            f"{folder}: cannot be written ({error}); check the path, space and permissions"
-        ) from error
 
 
 def _write_config(base: nn.Module, folder: Path, dtype: torch.dtype) -> None:

@@ -211,28 +211,6 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield from boxes(shape, whole * inner, stop)
 
 
-def runs(shape: Sequence[int], box: Box) -> Iterator[range]:
-    """The elements of a box as flat ranges of a tensor of ``shape``, in order; as few as there are."""
-    depth = len(shape)
-    while depth and len(box[depth - 1]) == shape[depth - 1]:
-        depth -= 1  # all of the last dimensions: what is before them lies end to end
-    inner = prod(shape[depth:])
-    if not depth:
-        yield range(inner)
-        return
-    *outer, own = box[:depth]
-
-    def visit(place: int, begin: int) -> Iterator[range]:
-        if place == len(outer):
-            first = begin * shape[place] + own.start
-            yield range(first * inner, (first + len(own)) * inner)
-            return
-        for index in outer[place]:
-            yield from visit(place + 1, begin * shape[place] + index)
-
-    yield from visit(0, 0)
-
-
 @dataclass
 class TensorGroup:
     """Tensors that are converted together.

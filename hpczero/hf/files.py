@@ -2,174 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import weakref
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hpczero.checkpoint.disk.format import NAMED
-from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, tensor_digest
-from hpczero.checkpoint.foreign.weight_files import files_of
+from hpczero.checkpoint.disk.format import some
+from hpczero.checkpoint.foreign.safe_file import INDEX_FILE, SINGLE
+from hpczero.checkpoint.foreign.weight_files import FileTensor, RangeFile, files_of
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
-from hpczero.files.regular import open_regular, reason
 from hpczero.hf.converting import TensorGroup
 from hpczero.hf.hub import conversion
 
-# RangeFile: one safetensors file of which any range of elements is read, by pread.
-#
-#     8 bytes: size of the header | header: JSON | tensors, end to end
-
-CHUNK_NBYTES = 2**22  # read at a time
-SAMPLES, SAMPLE_NBYTES = 16, 64  # of the values, compared between nodes
-
-_DTYPES: dict[str, tuple[torch.dtype, int]] = {
-    code: (getattr(torch, name), nbytes) for name, (code, nbytes) in DTYPES.items()
-}
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """One tensor of a file: the name of its dtype there, its shape, and the first byte in the file."""
-
-    code: str
-    shape: tuple[int, ...]
-    begin: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its elements."""
-        return _DTYPES[self.code][0]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return _DTYPES[self.code][1]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-
-class RangeFile:
-    """One safetensors file, open for reading.
-
-    Tensors by key, texts beside them, bytes of values that were read so far.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Open the file and check its header.
-
-        No values are read. Raises CheckpointError: it cannot be read, or is damaged.
-        """
-        self.path = path
-        self.nbytes_read = 0
-        try:
-            self._file = open_regular(path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {reason(error)}") from error
-        weakref.finalize(self, os.close, self._file)
-        self._nbytes = os.fstat(self._file).st_size
-        try:
-            with safe_open(path, framework="np"):
-                pass  # the library has checked header and length
-        except (OSError, SafetensorError) as error:
-            raise self._damaged(f"torn, or no safetensors file: {error}") from error
-        header = self._bytes(8, int.from_bytes(self._bytes(0, 8).tobytes(), "little"))
-        self._begin = 8 + len(header)
-        self._checksum = zlib.crc32(header.data)
-        content = json.loads(header.tobytes())
-        self.metadata: dict[str, str] = content.pop("__metadata__", None) or {}
-        self.entries: dict[str, FileTensor] = {}
-        for key, said in content.items():
-            if said["dtype"] not in _DTYPES:
-                raise CheckpointError(
-                    f"{path}: {key!r} is {said['dtype']}, expected one of {', '.join(_DTYPES)}; convert it"
-                )
-            begin = self._begin + said["data_offsets"][0]
-            self.entries[key] = FileTensor(said["dtype"], tuple(said["shape"]), begin)
-
-    def pieces(self, key: str, start: int, stop: int) -> Iterator[Tensor]:
-        """Elements [start, stop), flat, in the dtype of the file, in pieces. Each is valid until the next."""
-        entry = self.entries[key]
-        step = CHUNK_NBYTES // entry.itemsize
-        buffer = torch.empty(
-            min(step, stop - start) * entry.itemsize, dtype=torch.uint8, device="cpu"
-        )
-        for first in range(start, stop, step):
-            nbytes = (min(first + step, stop) - first) * entry.itemsize
-            self._read(buffer[:nbytes].numpy(), entry.begin + first * entry.itemsize)
-            self.nbytes_read += nbytes
-            yield buffer[:nbytes].view(entry.dtype)
-
-    def whole(self, key: str) -> Tensor:
-        """A tensor in its shape and dtype."""
-        entry = self.entries[key]
-        found = torch.empty(entry.numel, dtype=entry.dtype, device="cpu")
-        begin = 0
-        for piece in self.pieces(key, 0, entry.numel):
-            found[begin : begin + len(piece)] = piece
-            begin += len(piece)
-        return found.view(entry.shape)
-
-    def fingerprint(self) -> str:
-        """A line that differs for other files, by all of the header and a few of the values."""
-        data = self._nbytes - self._begin
-        places = {data * index // SAMPLES for index in range(SAMPLES)} if data else set()
-        found = self._checksum
-        for place in sorted(places):
-            part = self._bytes(self._begin + place, min(SAMPLE_NBYTES, data - place))
-            found = zlib.crc32(part.data, found)
-        return f"{self.path.name} {self._nbytes} {found:08x}"
-
-    def check(self, part: int, parts: int) -> None:
-        """Check values against the digests that the file states, if it does. Each of ``parts`` readers takes a share.
-
-        Raises:
-            CheckpointError: the message names what is damaged.
-        """
-        try:
-            digests = Digests.of(self.metadata, self.entries)
-            if digests is None:
-                return
-            for key in list(self.entries)[part::parts]:
-                entry = self.entries[key]
-                flat = (p.view(torch.uint8).numpy() for p in self.pieces(key, 0, entry.numel))
-                digests.check(key, tensor_digest(entry.code, entry.shape, flat))
-        except ValueError as error:
-            raise self._damaged(str(error)) from error
-
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: damaged: {what}; fetch it again")
-
-    def _bytes(self, begin: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        found = np.empty(nbytes, dtype=np.uint8)
-        self._read(found, begin)
-        return found
-
-    def _read(self, into: np.ndarray[Any, np.dtype[np.uint8]], begin: int) -> None:
-        done = 0
-        while done < len(into):
-            try:
-                count = os.preadv(self._file, [into[done:].data], begin + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from error
-            if not count:
-                raise self._damaged(f"it ends at byte {begin + done:,} of {self._nbytes:,}")
-            done += count
-
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 HIDDEN = ".weights"  # in a folder into which a new save is brought, until all of it is there
 
@@ -204,7 +50,7 @@ class WeightFolder:
         if lost:
             more = f" and {len(lost) - 1} more" if lost[1:] else ""
             raise CheckpointError(
-                f"{path / INDEX}: {lost[0]!r}{more} in the index and in no file; fetch all files of the set again"
+                f"{path / INDEX_FILE}: {lost[0]!r}{more} in the index and in no file; fetch all files of the set again"
             )
         self.entries: dict[str, FileTensor] = {
             key: file.entries[key] for key, file in self._homes.items()
@@ -216,7 +62,11 @@ class WeightFolder:
 
     def whole(self, key: str) -> Tensor:
         """A tensor in its shape and dtype."""
-        return self._homes[key].whole(key)
+        return self._homes[key].box(key)
+
+    def box(self, key: str, box: Sequence[slice]) -> Tensor:
+        """As of ``RangeFile``."""
+        return self._homes[key].box(key, box)
 
     def label(self, key: str) -> str:
         """File and key, for messages."""
@@ -238,7 +88,7 @@ class WeightFolder:
 
     def _found(self) -> tuple[list[Path], list[str]]:
         """The files, and the keys that must be in them if there is an index."""
-        single, index = self.path / SINGLE, self.path / INDEX
+        single, index = self.path / SINGLE, self.path / INDEX_FILE
         if (self.path / ADAPTER_CONFIG).exists():
             raise ConfigError(
                 f"{self.path}: has {ADAPTER_CONFIG}, by which from_pretrained loads the base model that it names and "
@@ -257,7 +107,7 @@ class WeightFolder:
             if others
             else ""
         )
-        raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{found}")
+        raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX_FILE}{found}")
 
 
 @dataclass
@@ -371,9 +221,3 @@ def _compare_shapes(
             found.mismatched[owner] = (shape, shapes[owner])
             found.plain.pop(owner, None)
             found.converted.pop(owner, None)
-
-
-def some(names: Sequence[str], between: str = ", ") -> str:
-    """The first of ``names``, and how many there are beside them; for messages."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return between.join(names[:NAMED]) + more

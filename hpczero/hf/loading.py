@@ -16,11 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hpczero.checkpoint.disk.format import some
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch, ConfigError, PlanError
 from hpczero.hf import building
 from hpczero.hf.building import ModelChoice, config_and_class, of_folder
-from hpczero.hf.files import Matched, WeightFolder, match, some
+from hpczero.hf.files import Matched, WeightFolder, match
 from hpczero.hf.hub import Hub, find, model_kind
 from hpczero.hf.weights import FolderWeights
 from hpczero.job.group import unlike

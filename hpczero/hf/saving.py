@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,99 +18,30 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
+from typing_extensions import override
 
 from hpczero.checkpoint.disk.folder import checkpoints_at
 from hpczero.checkpoint.disk.format import BUFFERS, MASTER, NAMED
 from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign.exporting import of_newest
 from hpczero.checkpoint.foreign.safe_file import DTYPES as SIZES
-from hpczero.checkpoint.foreign.safe_file import WeightsWriter, divided, write_index
+from hpczero.checkpoint.foreign.safe_file import INDEX_FILE, SINGLE
+from hpczero.checkpoint.foreign.streaming import (
+    FolderWriter,
+    Pairs,
+    stream,
+    with_values,
+)
 from hpczero.checkpoint.foreign.weight_files import cast
-from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError
-from hpczero.files.durable import Hidden, is_free
-from hpczero.files.regular import reason
+from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.finetune.adapted import first_adapter
 from hpczero.hf import building
 from hpczero.hf.building import ModelChoice, of_folder
 from hpczero.hf.converting import TensorGroup
-from hpczero.hf.files import INDEX, SINGLE, WeightFolder, match, owners_of
+from hpczero.hf.files import WeightFolder, match, owners_of
 from hpczero.hf.hub import conversion, model_kind
 from hpczero.memory.buffers import DTYPES
-from hpczero.zero.full_state import StateByUnit
 from hpczero.zero.zeroify import sharding
-
-
-class FolderWriter:
-    """One folder; a context manager, which leaves nothing of a folder that was not committed. One rank writes."""
-
-    def __init__(self, folder: Path, tensors: Mapping[str, Tensor], shard_nbytes: int) -> None:
-        """Nothing is written before the block begins.
-
-        Args:
-            folder: must not exist, or be empty; else raises ConfigError.
-            tensors: shapes and dtypes by key; values do not matter.
-            shard_nbytes: most bytes of a file; a larger tensor has a file of its own.
-        """
-        self._folder = folder.absolute()
-        try:
-            if not is_free(self._folder):
-                raise ConfigError(f"{folder}: is there already; give another name, or take it away")
-        except OSError as error:
-            raise ConfigError(f"{folder}: cannot be looked at: {reason(error)}") from error
-        self._hidden = Hidden(self._folder)
-        self._tensors = dict(tensors)
-        self._sizes = {key: tensor.nbytes for key, tensor in self._tensors.items()}
-        self._parts = divided(self._sizes, shard_nbytes)
-        if len(self._parts) == 1:
-            self._parts = {SINGLE: list(self._tensors)}
-        self._stack = ExitStack()
-        self._homes: dict[str, WeightsWriter] = {}
-        self._writers: list[WeightsWriter] = []
-
-    def put(self, key: str, values: Tensor) -> None:
-        """Write one tensor, of the shape and dtype that were said; raises CheckpointError."""
-        self._homes[key].put([(self._tensors[key], values)])
-
-    def commit(self, beside: Callable[[Path], None]) -> None:
-        """All tensors are there: the folder takes its name once everything is on the disk. Raises CheckpointError.
-
-        ``beside`` writes what lies beside the weights into the folder that it is given.
-        """
-        for writer in self._writers:
-            writer.commit()
-        try:
-            beside(self._hidden.path)
-            if len(self._parts) > 1:
-                write_index(self._hidden.path, self._parts, self._sizes)
-            self._hidden.commit()
-        except OSError as error:
-            raise self._not_written(error) from error
-
-    def __enter__(self) -> Self:
-        """Begin the files; raises CheckpointError."""
-        try:
-            self._stack.enter_context(self._hidden).path.mkdir()
-            for name, part in self._parts.items():
-                tensors = {key: self._tensors[key] for key in part}
-                writer = WeightsWriter(self._hidden.path / name, tensors, {"format": "pt"})
-                self._stack.enter_context(writer)
-                self._writers.append(writer)
-                self._homes |= dict.fromkeys(part, writer)
-        except BaseException as error:
-            self._stack.close()
-            if isinstance(error, OSError):
-                raise self._not_written(error) from error
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _not_written(self, error: OSError) -> CheckpointNotWritten:
-        return CheckpointNotWritten(
-            f"{self._folder}: cannot be written ({os.strerror(error.errno or 0)}); check path, space and permissions"
-        )
 
 
 @dataclass(frozen=True)
@@ -234,21 +164,10 @@ def save_pretrained(
                 "hpczero.finetune.save_adapter (of peft: of a model that peft.get_peft_model made)"
             )
         _check_form(dtype, shard_mib)
-    state = StateByUnit(model)
-    with ExitStack() as stack:
-        stream: FolderStream | None = None
-        with topology.agreed("begin the folder"):
-            if state.tensors is not None:
-                nbytes = shard_mib * 2**20
-                stream = FolderStream(model, state.tensors, DTYPES[dtype], Path(folder), nbytes)
-                stack.enter_context(stream.writer)
-        for found in state.units():
-            with topology.agreed("write the weights"):
-                if stream is not None:
-                    stream.put(found)
-        with topology.agreed("write what lies beside the weights"):
-            if stream is not None:
-                stream.commit(lambda path: write_beside(model, path, DTYPES[dtype], tokenizer))
+    place = Path(folder)
+    stream(
+        model, lambda found: FolderStream(model, found, DTYPES[dtype], place, shard_mib, tokenizer)
+    )
 
 
 def _check_form(dtype: str, shard_mib: int) -> None:
@@ -258,12 +177,8 @@ def _check_form(dtype: str, shard_mib: int) -> None:
         raise ConfigError(f"shard_mib: got {shard_mib}, expected at least 1")
 
 
-class FolderStream:
-    """The tensors of a model on their way into a folder, in any order. One rank has it.
-
-    Attributes:
-        writer: of the folder, to be entered first.
-    """
+class FolderStream(FolderWriter):
+    """The tensors of a model on their way into a folder, in any order. One rank has it."""
 
     def __init__(
         self,
@@ -271,7 +186,8 @@ class FolderStream:
         tensors: Mapping[str, Any],
         dtype: torch.dtype,
         folder: Path,
-        shard_nbytes: int,
+        shard_mib: int,
+        tokenizer: Any,
     ) -> None:
         """Not collective. Raises ConfigError where names cannot be converted back, or as of ``FolderWriter``.
 
@@ -280,7 +196,8 @@ class FolderStream:
             tensors: by name: parameters on the meta device, one object under all names of a tied one, and buffers.
             dtype: of the parameters in the files.
             folder: as of ``FolderWriter``.
-            shard_nbytes: as of ``FolderWriter``.
+            shard_mib: most MiB of one file.
+            tokenizer: as of ``save_pretrained``.
         """
         self._model, self._dtype = model, dtype
         kept = _once(model, {n: t for n, t in tensors.items() if isinstance(t, Tensor)})
@@ -295,10 +212,12 @@ class FolderStream:
             outcome = self._outcomes[name]
             own = self._dtype_of(outcome)
             written |= {key: meta(shape, own) for key, shape in outcome.shapes.items()}
-        self.writer = FolderWriter(folder, written, shard_nbytes)
+        beside = partial(write_beside, model, dtype=dtype, tokenizer=tokenizer)
+        super().__init__(folder, written, shard_mib * 2**20, beside)
 
-    def put(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Write parameters: what stands for each, and its whole fp32 value.
+    @override
+    def put(self, pairs: Pairs) -> None:
+        """Write whole fp32 parameters, and buffers.
 
         Raises:
             CheckpointMismatch: a value is beyond the dtype.
@@ -308,13 +227,10 @@ class FolderStream:
             if id(tensor) in self._names:  # else the model does not save it
                 self._take(self._names[id(tensor)], values)
 
-    def commit(self, beside: Callable[[Path], None]) -> None:
-        """All parameters are there: write buffers, and what ``beside`` writes into the folder that it is given."""
-        for name, tensor in self._kept.items():
-            if not tensor.is_meta:
-                self._take(name, tensor)
+    @override
+    def commit(self) -> None:
         assert not self._waiting, f"never put: {sorted(self._waiting)}"
-        self.writer.commit(beside)
+        super().commit()
 
     def _take(self, name: str, values: Tensor) -> None:
         outcome = self._outcomes[name]
@@ -324,7 +240,7 @@ class FolderStream:
         there = {source: self._waiting.pop(source) for source in outcome.sources}
         dtype = self._dtype_of(outcome)
         for key, value in outcome.convert(self._model, there).items():
-            self.writer.put(key, cast(value, dtype, key))
+            self.write(key, cast(value, dtype, key))
 
     def _dtype_of(self, outcome: SavedTensors) -> torch.dtype:
         parts = [self._kept[source] for source in outcome.sources]
@@ -402,16 +318,16 @@ def export(
     candidates = checkpoints_at(path)
     choice = ModelChoice(model_class, changes, trust_remote_code)
     model: Any = building.build(lambda: of_folder(source, choice), seed=0)
-    if (source / SINGLE).exists() or (source / INDEX).exists():
+    if (source / SINGLE).exists() or (source / INDEX_FILE).exists():
         model._weight_conversions = match(model, WeightFolder(source).entries).transforms
 
     def write(stored: Stored) -> None:
         tensors = _tensors(stored, model)
-        nbytes = shard_mib * 2**20
-        stream = FolderStream(model, tensors, DTYPES[dtype], Path(folder), nbytes)
-        with stream.writer:
-            stream.put(_parameters(stored, tensors))
-            stream.commit(lambda place: write_beside(model, place, DTYPES[dtype], tokenizer))
+        place = Path(folder)
+        with FolderStream(model, tensors, DTYPES[dtype], place, shard_mib, tokenizer) as writer:
+            writer.put(with_values(tensors))
+            writer.put(_parameters(stored, tensors))
+            writer.commit()
 
     of_newest(path, candidates, write)
 

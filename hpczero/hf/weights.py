@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch, PlanError
-from hpczero.hf.converting import Assembly, Box, TensorGroup, boxes, runs
+from hpczero.hf.converting import Assembly, Box, TensorGroup, boxes
 from hpczero.hf.files import Matched, WeightFolder
 
 # Origins: which parameter of a loaded model each parameter is, after a program has changed the model.
@@ -247,12 +247,8 @@ class FolderWeights:
                 done += part.numel()
 
     def _read_box(self, key: str, box: Box) -> Tensor:
-        found = torch.empty([len(own) for own in box], dtype=torch.float32, device="cpu")
-        flat, done = found.view(-1), 0
-        for run in runs(self._folder.entries[key].shape, box):
-            self._read(key, run.start, flat[done : done + len(run)])
-            done += len(run)
-        return found
+        found = self._folder.box(key, [slice(own.start, own.stop) for own in box])
+        return cast(found, torch.float32, self._folder.label(key))
 
     def _compare(self, key: str, other: str, start: int, values: Tensor) -> None:
         """Refuse a tied parameter with two values: transformers would not tie it."""

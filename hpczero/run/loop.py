@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
 from hpczero.checkpoint.foreign.safe_file import WeightsWriter
+from hpczero.checkpoint.foreign.streaming import stream
 from hpczero.errors import EXIT_REQUEUE
 from hpczero.files.regular import reason
 from hpczero.job import log
@@ -33,7 +35,6 @@ from hpczero.run.starting import resume
 from hpczero.run.starting.building import check_kind, check_same_options, made_by_factory
 from hpczero.run.starting.room_check import RoomCheck
 from hpczero.run.stopping import Stops, Wish
-from hpczero.zero.full_state import StateByUnit
 
 PICTURE_S = 600.0  # between two pictures of a run that goes on
 
@@ -98,31 +99,16 @@ def end_finished(run: Run, found: Found | None) -> int:
 
 def _write_weights(run: Run) -> None:
     """Write the final weights; no rank holds more than one unit of them. Collective."""
-    topology, state = run.given.topology, StateByUnit(run.model)
-    with ExitStack() as stack:
-        writer: WeightsWriter | None = None
-        with topology.agreed("write the weights"):
-            if state.tensors is not None:
-                run.lock.lock.check()
-                writer = stack.enter_context(
-                    begin_weights(
-                        run.folder.weights,
-                        state.tensors,
-                        card=run.card,
-                        tokenizer=run.reading.identity().get(resume.TOKENIZER),
-                        step=run.config.train.steps,
-                    )
-                )
-                buffers = [t for t in state.tensors.values() if t.device.type != "meta"]
-                writer.put((t, t) for t in {id(t): t for t in buffers}.values())
-        for found in state.units():
-            with topology.agreed("write the weights"):
-                if writer is not None:
-                    writer.put(found)
-        with topology.agreed("write the weights"):
-            if writer is not None:
-                run.lock.lock.check()
-                writer.commit()
+
+    def begin(tensors: dict[str, Any]) -> WeightsWriter:
+        run.lock.lock.check()
+        tokenizer = run.reading.identity().get(resume.TOKENIZER)
+        steps = run.config.train.steps
+        return begin_weights(
+            run.folder.weights, tensors, card=run.card, tokenizer=tokenizer, step=steps
+        )
+
+    stream(run.model, begin, before_commit=run.lock.lock.check)
 
 
 def _give_back(run: Run) -> None:

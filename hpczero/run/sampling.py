@@ -24,6 +24,7 @@ from hpczero.checkpoint.disk.folder import (
     Folder,
     folder_at,
     is_checkpoint,
+    kind_at,
     misnamed,
     what_is_there,
 )
@@ -42,7 +43,7 @@ from hpczero.errors import (
     DataError,
     launcher_rank,
 )
-from hpczero.files.regular import is_there, kind_of, reason, shown
+from hpczero.files.regular import shown
 from hpczero.job.launch import start_topology, use_own_cores
 from hpczero.job.messages import hand_out
 from hpczero.job.topology import Topology
@@ -55,7 +56,6 @@ from hpczero.plan.degrees import check_model, mesh_on_nodes
 from hpczero.run.results.weights import (
     WEIGHTS_FILE,
     Weights,
-    WeightSource,
     check_writes_text,
     step_of_weights,
 )
@@ -82,7 +82,7 @@ logger = logging.getLogger("hpczero.weights")
 
 
 class CheckpointWeights:
-    """One checkpoint as a ``WeightSource``. Once it is open, it stays readable even if the checkpoint is deleted."""
+    """One checkpoint, read as ``Weights``. Once it is open, it stays readable even if the checkpoint is deleted."""
 
     def __init__(self, path: Path, *, asked_for: bool, token_file: Path | None = None) -> None:
         """Open a checkpoint; no values are read yet.
@@ -218,6 +218,9 @@ class CheckpointWeights:
         self._stored.close()
 
 
+WeightSource = Weights | CheckpointWeights
+
+
 def check_token_file(path: Path, tokenizer: str, token_file: Path) -> None:
     """Refuse a token file whose tokenizer is not that of the weights at ``path``.
 
@@ -271,9 +274,7 @@ def open_source(path: Path, topology: Topology, *, token_file: Path | None = Non
             logger.warning("sampling from the older %s", chosen)
         return source
     older = f"; {len(failed) - 1} older ones are not sound either" if failed[1:] else ""
-    agreed = CorruptCheckpoint(f"{failed[0]}{older}. Restore one from a copy")
-    agreed.agreed = True
-    raise agreed
+    raise CorruptCheckpoint(f"{failed[0]}{older}. Restore one from a copy").on_all_ranks()
 
 
 def _tell(path: Path, error: CheckpointError) -> None:
@@ -289,12 +290,12 @@ def _next(path: Path, tried: Collection[str], failed: Collection[str]) -> tuple[
     Raises:
         ConfigError: nothing is there, and nothing was.
     """
-    if is_checkpoint(path) or _kind(path) == "a file":
+    if is_checkpoint(path) or kind_at(path) == "a file":
         return str(path), True
     found = [place for place in map(str, _candidates(path)) if place not in tried]
     if not found and not failed:
         save = ""
-        if _kind(path / CHECKPOINTS) == "a directory":
+        if kind_at(path / CHECKPOINTS) == "a directory":
             save = f". A run has some from its first save on; `touch {path / 'SAVE'}` has a running one save now"
         raise ConfigError(
             f"{path}: no weights there, final ones or a checkpoint: {what_is_there(path)}; {GIVE}, or a safetensors "
@@ -305,19 +306,16 @@ def _next(path: Path, tried: Collection[str], failed: Collection[str]) -> tuple[
 
 def _candidates(path: Path) -> list[Path]:
     """Final weights and checkpoints that ``path`` may mean, best first. At one step the final weights come first."""
-    if _kind(path) != "a directory":
+    if kind_at(path) != "a directory":
         return []
     found = [
         (float(step_of(entry.name) or 0), entry) for entry in Folder(folder_at(path)).candidates()
     ]
     weights = path / WEIGHTS_FILE
-    try:
-        if is_there(weights):
-            step = step_of_weights(weights)
-            # Of damaged ones nobody knows; they are named first.
-            found.insert(0, (math.inf if step is None else step, weights))
-    except OSError as error:
-        raise _unreadable(weights, error) from error
+    if kind_at(weights) not in ("", "a link to nothing"):
+        step = step_of_weights(weights)
+        # Of damaged ones nobody knows; they are named first.
+        found.insert(0, (math.inf if step is None else step, weights))
     return [entry for _, entry in sorted(found, key=lambda pair: -pair[0])]  # stable
 
 
@@ -348,19 +346,6 @@ def _opened(
             source.close()
         raise
     raise AssertionError("not reached")
-
-
-def _kind(path: Path) -> str:
-    try:
-        return kind_of(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{path}: cannot be looked at ({reason(error)}); check the path and its permissions"
-    )
 
 
 def sample(

@@ -34,8 +34,8 @@ from hpczero.options.environment import Environment
 from hpczero.options.reading import to_toml
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import MetricsFile, StepMetrics, read_metrics
-from hpczero.run.results.weights import Weights, WeightSource, write_weights
-from hpczero.run.sampling import open_source
+from hpczero.run.results.weights import Weights, write_weights
+from hpczero.run.sampling import WeightSource, open_source
 from hpczero.run.starting import resume
 from hpczero.run.starting.attempts import Attempts
 from tests.checkpoint.damage import fingerprint

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpczero.checkpoint.foreign.weight_files import runs
 from hpczero.hf.converting import (
     Assembly,
     Box,
     CannotAssembleError,
     TensorGroup,
     boxes,
-    runs,
     source,
 )
 

@@ -430,7 +430,7 @@ def folder_at(path: Path) -> Path:
         CorruptCheckpoint: as ``Folder.candidates``.
     """
     inner = path / CHECKPOINTS
-    if _kind(inner) != "a directory":
+    if kind_at(inner) != "a directory":
         return path
     # A program of the user's own may keep checkpoints in a folder beside one of this name.
     alone = not (Folder(inner).candidates() or asides(inner)) and Folder(path).candidates()
@@ -446,7 +446,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     """
     if is_checkpoint(path):
         return [path]
-    found = Folder(folder_at(path)).candidates() if _kind(path) == "a directory" else []
+    found = Folder(folder_at(path)).candidates() if kind_at(path) == "a directory" else []
     if not found:
         raise ConfigError(f"{path}: no checkpoint there: {what_is_there(path)}; {GIVE}")
     return found
@@ -454,7 +454,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 def what_is_there(path: Path) -> str:
     """What ``path`` holds instead of checkpoints, for a message."""
-    kind = _kind(path)
+    kind = kind_at(path)
     if kind != "a directory":
         return f"it is {kind}" if kind else "it does not exist"
     folder = folder_at(path)
@@ -519,7 +519,8 @@ def place_for(path: Path, step: int) -> tuple[Path, int]:
     return path.parent, named
 
 
-def _kind(path: Path) -> str:
+def kind_at(path: Path) -> str:
+    """As ``kind_of``. Raises ConfigError: the system does not say."""
     try:
         return kind_of(path)
     except OSError as error:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.adapters import gpt2
-from hpczero.checkpoint.disk.folder import checkpoints_at, in_one_unit, misnamed
+from hpczero.checkpoint.disk.folder import checkpoints_at, in_one_unit, kind_at, misnamed
 from hpczero.checkpoint.disk.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.disk.stored import Stored
@@ -29,7 +29,6 @@ from hpczero.checkpoint.foreign.safe_file import DTYPES, TensorEntry
 from hpczero.data.tokenize import as_library, from_json
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import Hidden
-from hpczero.files.regular import kind_of, reason
 
 if TYPE_CHECKING:
     import torch
@@ -116,13 +115,8 @@ def export(path: Path, out: Path, form: WeightsForm | None = None) -> Exported:
     """
     form, out = form or WeightsForm(), out.resolve()
     candidates = checkpoints_at(path)
-    try:
-        there = kind_of(out)
-        empty = there == "a directory" and form.format == "safetensors" and not any(out.iterdir())
-    except OSError as error:
-        raise ConfigError(
-            f"{out}: cannot be looked at ({reason(error)}); check the path and its permissions"
-        ) from error
+    there = kind_at(out)
+    empty = there == "a directory" and form.format == "safetensors" and not any(out.iterdir())
     if there and not empty:
         raise ConfigError(f"{out}: is there already; give another name, or take it away")
     return of_newest(path, candidates, lambda stored: _write(stored, out, form))

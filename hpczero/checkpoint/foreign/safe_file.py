@@ -92,7 +92,7 @@ def _of_texts(metadata: Mapping[str, str]) -> str:
     return str(xxhash.xxh3_64(text.encode()).hexdigest())
 
 
-INDEX_FILE = "model.safetensors.index.json"
+SINGLE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 KEY = "hpczero.checkpoint"  # of what our own files say about their tensors
 ALIGNMENT = 8
 

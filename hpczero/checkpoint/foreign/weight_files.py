@@ -10,23 +10,36 @@ import json
 import logging
 import os
 import warnings
+import weakref
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.format import plain_name
 from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, tensor_digest
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, launcher_rank
-from hpczero.files.regular import check_regular, parse_json, read_text, reason, shown
+from hpczero.files.direct import read_into
+from hpczero.files.regular import (
+    check_regular,
+    open_regular,
+    parse_json,
+    read_text,
+    reason,
+    shown,
+)
 
 BLOCK_NBYTES = 2**22
 # By torch.save, where torch.serialization.set_crc32_options(False) says so.
@@ -156,13 +169,194 @@ def _reading(file: Path, what: str, remedy: str) -> Iterator[None]:
         raise CheckpointError(f"{file}: {what}: {why}; {remedy}") from error
 
 
+# RangeFile: one safetensors file of which any range of elements is read, by pread.
+#
+#     8 bytes: size of the header | header: JSON | tensors, end to end
+
+CHUNK_NBYTES = 2**22  # read at a time
+SAMPLES, SAMPLE_NBYTES = 16, 64  # of the values, compared between nodes
+
+_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, n) for n, (code, _) in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of a file: the name of its dtype there, its shape, and the first byte in the file."""
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return _DTYPES[self.code]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+class RangeFile:
+    """One safetensors file, open for reading as long as this object lives.
+
+    Attributes:
+        path: of the file.
+        entries: its tensors, by key.
+        metadata: texts beside them.
+        digests: of the tensors; None if the file states none.
+        nbytes_read: bytes of values that were read so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and check its header.
+
+        No values are read. Raises CheckpointError: it cannot be read, or is damaged.
+        """
+        self.path = path
+        self.nbytes_read = 0
+        try:
+            self._file = open_regular(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {reason(error)}") from error
+        weakref.finalize(self, os.close, self._file)
+        self._nbytes = os.fstat(self._file).st_size
+        wrong = "no safetensors file, or damaged or torn"
+        with _reading(path, wrong, "fetch it again"), safe_open(path, framework="np"):
+            pass  # the library has checked header and length
+        header = self._bytes(8, int.from_bytes(self._bytes(0, 8).tobytes(), "little"))
+        self._begin = 8 + len(header)
+        self._checksum = zlib.crc32(header.data)
+        content = json.loads(header.tobytes())
+        self.metadata: dict[str, str] = content.pop("__metadata__", None) or {}
+        self.entries: dict[str, FileTensor] = {}
+        for key, said in content.items():
+            if said["dtype"] not in _DTYPES:
+                raise CheckpointError(
+                    f"{path}: {key!r} is {said['dtype']}, expected one of {', '.join(_DTYPES)}; convert it"
+                )
+            begin = self._begin + said["data_offsets"][0]
+            self.entries[key] = FileTensor(said["dtype"], tuple(said["shape"]), begin)
+        with self._comparing():
+            self.digests = Digests.of(self.metadata, self.entries)
+
+    def pieces(self, key: str, start: int, stop: int) -> Iterator[Tensor]:
+        """Elements [start, stop), flat, in the dtype of the file, in pieces. Each is valid until the next."""
+        entry = self.entries[key]
+        itemsize = entry.dtype.itemsize
+        step = CHUNK_NBYTES // itemsize
+        buffer = torch.empty(min(step, stop - start) * itemsize, dtype=torch.uint8, device="cpu")
+        for first in range(start, stop, step):
+            part = buffer[: (min(first + step, stop) - first) * itemsize]
+            self._read(part.numpy(), entry.begin + first * itemsize)
+            self.nbytes_read += len(part)
+            yield part.view(entry.dtype)
+
+    def box(self, key: str, box: Sequence[slice] = ()) -> Tensor:
+        """A part of a tensor, in the dtype of the file: slices of its leading dimensions; without any all of it."""
+        entry = self.entries[key]
+        shape, itemsize = entry.shape, entry.dtype.itemsize
+        places = [range(*own.indices(length)) for own, length in zip(box, shape, strict=False)]
+        places += map(range, shape[len(box) :])
+        lengths = [len(own) for own in places]
+        into, done = np.empty(prod(lengths) * itemsize, dtype=np.uint8), 0
+        for run in runs(shape, places) if into.size else ():
+            nbytes = len(run) * itemsize
+            self._read(into[done : done + nbytes], entry.begin + run.start * itemsize)
+            done += nbytes
+        self.nbytes_read += done
+        if not done:
+            return torch.empty(lengths, dtype=entry.dtype, device="cpu")
+        return torch.from_numpy(into).view(entry.dtype).view(lengths)
+
+    def checked(self, key: str) -> Tensor:
+        """A whole tensor, compared with the digest that the file states, if it does.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        found = self.box(key)
+        self._compare(key, [found])
+        return found
+
+    def fingerprint(self) -> str:
+        """A line that differs for other files, by all of the header and a few of the values."""
+        data = self._nbytes - self._begin
+        places = {data * index // SAMPLES for index in range(SAMPLES)} if data else set()
+        found = self._checksum
+        for place in sorted(places):
+            part = self._bytes(self._begin + place, min(SAMPLE_NBYTES, data - place))
+            found = zlib.crc32(part.data, found)
+        return f"{self.path.name} {self._nbytes} {found:08x}"
+
+    def check(self, part: int, parts: int) -> None:
+        """Check values against the digests that the file states, if it does. Each of ``parts`` readers takes a share.
+
+        Raises:
+            CheckpointError: the message names what is damaged.
+        """
+        for key in list(self.entries)[part::parts] if self.digests is not None else ():
+            self._compare(key, self.pieces(key, 0, self.entries[key].numel))
+
+    def _compare(self, key: str, pieces: Iterable[Tensor]) -> None:
+        if self.digests is not None:
+            entry = self.entries[key]
+            flat = (piece.reshape(-1).view(torch.uint8).numpy() for piece in pieces)
+            with self._comparing():
+                self.digests.check(key, tensor_digest(entry.code, entry.shape, flat))
+
+    @contextmanager
+    def _comparing(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise self._damaged(str(error)) from error
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: damaged: {what}; fetch it again")
+
+    def _bytes(self, begin: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        found = np.empty(nbytes, dtype=np.uint8)
+        self._read(found, begin)
+        return found
+
+    def _read(self, into: npt.NDArray[np.uint8], begin: int) -> None:
+        try:
+            read_into(self._file, begin, into)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from error
+        except EOFError as error:
+            raise self._damaged(str(error)) from error
+
+
+def runs(shape: Sequence[int], box: Sequence[range]) -> Iterator[range]:
+    """The elements of a box as flat ranges of a tensor of ``shape``, in order; as few as there are."""
+    depth = len(shape)
+    while depth and len(box[depth - 1]) == shape[depth - 1]:
+        depth -= 1  # all of the last dimensions: what is before them lies end to end
+    inner = prod(shape[depth:])
+    if not depth:
+        yield range(inner)
+        return
+    *outer, own = box[:depth]
+
+    def visit(place: int, begin: int) -> Iterator[range]:
+        if place == len(outer):
+            first = begin * shape[place] + own.start
+            yield range(first * inner, (first + len(own)) * inner)
+            return
+        for index in outer[place]:
+            yield from visit(place + 1, begin * shape[place] + index)
+
+    yield from visit(0, 0)
+
+
 LAYOUTS = ("hpczero", "gpt2")
 CHUNK_NUMEL = 2**22  # read at a time
 CHECKED_NUMEL = 2**18  # looked at at a time
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 INDEX_SUFFIX = ".index.json"
-
-_DTYPES = {code: getattr(torch, name) for name, (code, _) in DTYPES.items()}
 
 Box = tuple[slice, ...]
 Check = Callable[[int, int], None]  # (which part, of how many)
@@ -435,41 +629,14 @@ def _open(file: Path) -> tuple[dict[str, HeldTensor], dict[str, str], Check | No
 
 
 def _open_safetensors(file: Path) -> tuple[dict[str, HeldTensor], dict[str, str], Check | None]:
-    try:
-        opened: Any = safe_open(
-            file, framework="pt", device="cpu"
-        )  # Any: the library ships no types
-        found = {}
-        for key in opened.keys():  # noqa: SIM118  (it is no dictionary)
-            part = opened.get_slice(key)
-            code = part.get_dtype()
-            if code not in _DTYPES:
-                raise CheckpointError(
-                    f"{file}: {key!r} is {code}, expected one of {', '.join(_DTYPES)}; convert it"
-                )
-            shape = tuple(part.get_shape())
-            found[key] = HeldTensor(shape, _DTYPES[code], False, part.__getitem__)
-        metadata = dict(opened.metadata() or {})
-        digests = Digests.of(metadata, found)
-    except (OSError, ValueError, MemoryError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{file}: no safetensors file, or damaged: {error}; fetch it again"
-        ) from error
-
-    def check(part: int, parts: int) -> None:
-        assert digests is not None, "called only then"
-        for key in list(found)[part::parts]:
-            held = found[key]
-            flat = (
-                p.contiguous().view(torch.uint8).numpy() for p in held.own_pieces(0, held.numel)
-            )
-            try:
-                code, _ = DTYPES[str(held.dtype).removeprefix("torch.")]
-                digests.check(key, tensor_digest(code, held.shape, flat))
-            except ValueError as error:
-                raise CheckpointError(f"{file}: damaged: {error}; fetch it again") from error
-
-    return found, metadata, None if digests is None else check
+    opened = RangeFile(file)
+    found = {
+        key: HeldTensor(
+            entry.shape, entry.dtype, False, partial(opened.box, key), label=f"{file}: {key!r}"
+        )
+        for key, entry in opened.entries.items()
+    }
+    return found, opened.metadata, None if opened.digests is None else opened.check
 
 
 def _open_torch(file: Path) -> tuple[dict[str, HeldTensor], dict[str, str], Check | None]:

@@ -29,10 +29,11 @@ from hpczero.checkpoint.disk.folder import (
 )
 from hpczero.checkpoint.disk.format import step_folder
 from hpczero.checkpoint.disk.json_keys import extra_of
+from hpczero.checkpoint.foreign.safe_file import INDEX_FILE, SINGLE
 from hpczero.checkpoint.reading import find, load_one
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.files.durable import Hidden, sync
-from hpczero.hf.files import ADAPTER_CONFIG, HIDDEN, INDEX, SINGLE
+from hpczero.hf.files import ADAPTER_CONFIG, HIDDEN
 from hpczero.job.messages import ChunkedExchange
 
 # Weights: folders of whole weights as they take the place of earlier ones.
@@ -44,7 +45,7 @@ from hpczero.job.messages import ChunkedExchange
 # moved.
 
 ADAPTER = "adapter_model.safetensors"
-DOORS = (INDEX, SINGLE, ADAPTER, "adapter_model.bin")  # see [Note: Killed between two files]
+DOORS = (INDEX_FILE, SINGLE, ADAPTER, "adapter_model.bin")  # see [Note: Killed between two files]
 CARD = "README.md"  # to which peft adds
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -79,8 +80,8 @@ def bring_in(place: Path) -> None:
         if each.is_symlink() or not each.is_dir()
     )
     doors = [each for each in new if each.name in DOORS]
-    is_model = any(str(each) in (SINGLE, INDEX) for each in new)
-    for door in (*doors, *(map(Path, (INDEX, SINGLE)) if is_model else ())):
+    is_model = any(str(each) in (SINGLE, INDEX_FILE) for each in new)
+    for door in (*doors, *(map(Path, (INDEX_FILE, SINGLE)) if is_model else ())):
         (place / door).unlink(missing_ok=True)
     sync(place)  # before a new file is there
     if is_model:
@@ -199,9 +200,7 @@ class TrainerCheckpoints:
             text = f"{place}: no checkpoint there: {what_is_there(place)}{said}; {GIVE}"
         text = self._topology.broadcast_text(text)
         if text:
-            error = ConfigError(f"resume_from_checkpoint: {text}")
-            error.agreed = True
-            raise error
+            raise ConfigError(f"resume_from_checkpoint: {text}").on_all_ranks()
         return found
 
     @contextmanager

@@ -13,16 +13,15 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, WeightsWriter, tensor_digest
+from hpczero.checkpoint.foreign.safe_file import WeightsWriter
+from hpczero.checkpoint.foreign.weight_files import RangeFile
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, launcher_rank
-from hpczero.files.regular import check_regular, parse_json, reason, shown
+from hpczero.files.regular import parse_json, shown
 from hpczero.models import GPTConfig
 
 logger = logging.getLogger("hpczero.weights")
@@ -30,41 +29,8 @@ logger = logging.getLogger("hpczero.weights")
 WEIGHTS_FILE = "model.safetensors"  # in the folder of a run
 
 _KEY = "hpczero"
-# What reading a damaged file may raise.
-DAMAGE = (
-    *(OSError, SafetensorError, LookupError, TypeError, ValueError),
-    *(ArithmeticError, MemoryError),
-)
-
-
-class WeightSource(Protocol):
-    """Weights of a GPT, read tensor by tensor. Not collective: each rank opens its own.
-
-    Attributes:
-        path: where the weights are.
-        model: sizes of the GPT.
-        tokenizer: text to tokens and back.
-        step: optimizer steps done.
-        fingerprint: differs for other weights, as far as that is known without reading them.
-    """
-
-    path: Path
-    model: GPTConfig
-    tokenizer: Tokenizer
-    step: int
-    fingerprint: str
-
-    def check(self, part: int, parts: int) -> None:
-        """Check one of ``parts`` parts of the values against their digests, if any. Raises CheckpointError."""
-        ...
-
-    def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fill one whole parameter in place, checked; for ``zeroify(initialize=...)``. Raises CheckpointError."""
-        ...
-
-    def close(self) -> None:
-        """Close the weights; nothing can be read any more."""
-        ...
+# What a damaged file may raise.
+DAMAGE = (LookupError, TypeError, ValueError, ArithmeticError, MemoryError)
 
 
 def write_weights(
@@ -108,22 +74,11 @@ def begin_weights(
     )
 
 
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    code = DTYPES[str(tensor.dtype).removeprefix("torch.")][0]
-    return tensor_digest(code, tensor.shape, [flat.numpy()])
-
-
-def _open(path: Path) -> Any:  # Any: the library ships no types
-    return safe_open(path, framework="pt", device="cpu")
-
-
 def step_of_weights(path: Path) -> int | None:
     """Step of the weights file ``path``; None if it cannot be read."""
     try:
-        check_regular(path)
-        return int(parse_json(_open(path).metadata()[_KEY])["step"])
-    except DAMAGE:
+        return int(parse_json(RangeFile(path).metadata[_KEY])["step"])
+    except (CheckpointError, *DAMAGE):
         return None
 
 
@@ -149,7 +104,7 @@ class Weights:
         model: sizes of the GPT.
         tokenizer: text to tokens and back.
         step: optimizer steps done.
-        fingerprint: as in ``WeightSource``.
+        fingerprint: differs for other weights, as far as that is known without reading them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,33 +116,28 @@ class Weights:
             CheckpointMismatch: it is of a model of a factory.
         """
         self.path = path / WEIGHTS_FILE if os.path.isdir(path) else path
-        try:
-            check_regular(self.path)
-        except FileNotFoundError as error:
+        if not os.path.exists(self.path):
             raise ConfigError(
                 f"{self.path}: no such weights; give a run folder whose training has ended, or a safetensors file"
-            ) from error
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {reason(error)}") from error
+            )
+        self._file = RangeFile(self.path)
+        metadata, tensors = self._file.metadata, self._file.entries
         try:
-            self._file: Any = _open(self.path)
-            metadata = self._file.metadata() or {}
-            self._digests = Digests.of(metadata, self._file.keys())
             card = parse_json(metadata[_KEY])
             check_writes_text(self.path, card["model"])
             self.fingerprint = hashlib.sha256(repr(sorted(metadata.items())).encode()).hexdigest()
             self.model = GPTConfig(**card["model"])
             self.tokenizer = from_json(card["tokenizer"])
             self.step = int(card["step"])
-            if self.model.layers > len(self._file.keys()):
-                raise ValueError(f"{self.model.layers} layers in {len(self._file.keys())} tensors")
+            if self.model.layers > len(tensors):
+                raise ValueError(f"{self.model.layers} layers in {len(tensors)} tensors")
         except CheckpointMismatch:
             raise
         except DAMAGE as error:
             raise CheckpointError(
                 f"{self.path}: not weights of hpczero.train, or damaged: {error}"
             ) from error
-        if self._digests is None and launcher_rank() == 0:
+        if self._file.digests is None and launcher_rank() == 0:
             logger.warning(
                 "%s: written by an earlier version, without digests: damage to it cannot be seen; export the "
                 "checkpoint it belongs to if there is one",
@@ -195,33 +145,20 @@ class Weights:
             )
 
     def check(self, part: int, parts: int) -> None:
-        """Check one of ``parts`` parts of the values against their digests."""
-        for name in sorted(self._file.keys())[part::parts]:
-            self._read(name)
+        """Check one of ``parts`` parts of the values against their digests, if any. Raises CheckpointError."""
+        self._file.check(part, parts)
 
     def close(self) -> None:
         """Close the file; nothing can be read any more."""
-        self._file = None
+        del self._file
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fill one whole parameter in place, checked."""
-        found = self._read(name)
+        """Fill one whole parameter in place, checked; for ``zeroify(initialize=...)``. Raises CheckpointError."""
+        if name not in self._file.entries:
+            raise CheckpointError(f"{self.path}: parameter {name!r} cannot be read: is not there")
+        found = self._file.checked(name)
         if found.shape != tensor.shape:
             raise CheckpointError(
                 f"{self.path}: parameter {name!r} is {tuple(found.shape)}, expected {tuple(tensor.shape)}"
             )
         tensor.copy_(found)
-
-    def _read(self, name: str) -> Tensor:
-        try:
-            found: Tensor = self._file.get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{self.path}: parameter {name!r} cannot be read: {error}"
-            ) from error
-        if self._digests is not None:
-            try:
-                self._digests.check(name, _digest(found))
-            except ValueError as error:
-                raise CheckpointError(f"{self.path}: damaged: {error}") from error
-        return found

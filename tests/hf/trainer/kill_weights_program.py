@@ -162,11 +162,11 @@ def files(root: Path) -> None:
 def save_twice(place: Path, change: int, model: Any) -> None:
     """Train a step, save, fill with NEW, and die in the second save."""
     import hpczero
+    from hpczero.checkpoint.foreign import streaming
     from hpczero.checkpoint.foreign.safe_file import divided
-    from hpczero.hf import saving
     from tests.hf.trainer.runs import trainer_over_mpi
 
-    vars(saving)["divided"] = lambda sizes, most: divided(sizes, 12_000)
+    vars(streaming)["divided"] = lambda sizes, most: divided(sizes, 12_000)
     trainer = trainer_over_mpi(place, 6, model, stage=3, max_steps=1, eval_strategy="no")
     trainer.train()
     trainer.save_model()

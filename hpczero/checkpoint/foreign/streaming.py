@@ -1,0 +1,165 @@
+"""Whole weights of a model written for other programs: world rank 0 writes, and holds one unit at a time.
+
+unit by unit: shards -> rank 0 -> what a writer makes of them -> files under a hidden name -> rename
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import Self, override
+
+from hpczero.checkpoint.foreign.safe_file import SINGLE, WeightsWriter, divided, write_index
+from hpczero.errors import CheckpointNotWritten, ConfigError
+from hpczero.files.durable import Hidden, is_free
+from hpczero.files.regular import reason
+from hpczero.zero.full_state import StateByUnit
+from hpczero.zero.zeroify import sharding
+
+Pairs = Iterable[tuple[Tensor, Tensor]]  # what stands for each tensor, and its value
+
+
+def stream(
+    model: nn.Module,
+    begin: Callable[[dict[str, Any]], Any],
+    *,
+    before_commit: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a zeroified model. Collective over the topology's world.
+
+    Args:
+        model: zeroified, between two steps.
+        begin: makes the writer, on rank 0, of what ``StateByUnit.tensors`` is: a context manager with ``put``, which
+            takes pairs, and ``commit``.
+        before_commit: called on rank 0 when all is written.
+
+    Raises:
+        HpcZeroError: what any of these raises; on every rank.
+    """
+    topology = sharding(model).topology
+    state = StateByUnit(model)
+    writer: Any = None
+    with ExitStack() as stack:
+        with topology.agreed("begin the weights"):
+            if state.tensors is not None:
+                writer = stack.enter_context(begin(state.tensors))
+                writer.put(with_values(state.tensors))
+        for found in state.units():
+            with topology.agreed("write the weights"):
+                if writer is not None:
+                    writer.put(found)
+        with topology.agreed("write the weights"):
+            if writer is not None:
+                before_commit()
+                writer.commit()
+
+
+def with_values(tensors: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Each of the tensors that stands for itself, once: a buffer, of which the values are there."""
+    found = [t for t in tensors.values() if isinstance(t, Tensor) and not t.is_meta]
+    return [(tensor, tensor) for tensor in {id(t): t for t in found}.values()]
+
+
+class NewFolder(Hidden):
+    """A folder that is made under a hidden name; a context manager, which leaves nothing of what was not committed.
+
+    Entering and ``commit`` raise CheckpointNotWritten.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError: something is there, other than an empty folder. Nothing is written."""
+        super().__init__(folder)
+        self._folder = folder
+        try:
+            if not is_free(folder.absolute()):
+                raise ConfigError(f"{folder}: is there already; give another name, or take it away")
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be looked at: {reason(error)}") from error
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Context: an error of the system becomes a CheckpointNotWritten."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointNotWritten(
+                f"{self._folder}: cannot be written ({reason(error)}); check the path, space and permissions"
+            ) from error
+
+    @override
+    def __enter__(self) -> Self:
+        with self.told():
+            super().__enter__()
+            self.path.mkdir()
+        return self
+
+    @override
+    def commit(self) -> None:
+        with self.told():
+            super().commit()
+
+
+class FolderWriter:
+    """A folder of safetensors files, and what lies beside them, as a context manager of ``stream``.
+
+    Nothing stays of a folder that was not committed. One rank writes. A subclass says what becomes of pairs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        shard_nbytes: int,
+        beside: Callable[[Path], None],
+    ) -> None:
+        """Nothing is written before the block begins.
+
+        Args:
+            folder: must not exist, or be empty; else raises ConfigError.
+            tensors: shapes and dtypes by key; values do not matter.
+            shard_nbytes: most bytes of a file; a larger tensor has a file of its own.
+            beside: writes what lies beside the weights into the folder that it is given.
+        """
+        self._hidden = NewFolder(folder)
+        self._tensors, self._beside = dict(tensors), beside
+        self._sizes = {key: tensor.nbytes for key, tensor in self._tensors.items()}
+        self._parts = divided(self._sizes, shard_nbytes)
+        if len(self._parts) == 1:
+            self._parts = {SINGLE: list(self._tensors)}
+        self._homes: dict[str, WeightsWriter] = {}
+
+    def put(self, pairs: Pairs) -> None:
+        """Write the tensors that become of these; raises CheckpointError."""
+        raise NotImplementedError
+
+    def write(self, key: str, values: Tensor) -> None:
+        """Write one tensor, of the shape and dtype that were said; raises CheckpointError."""
+        self._homes[key].put([(self._tensors[key], values)])
+
+    def commit(self) -> None:
+        """All tensors are there: the folder takes its name once everything is on the disk. Raises CheckpointError."""
+        for writer in dict.fromkeys(self._homes.values()):
+            writer.commit()
+        with self._hidden.told():
+            self._beside(self._hidden.path)
+            if len(self._parts) > 1:
+                write_index(self._hidden.path, self._parts, self._sizes)
+        self._hidden.commit()
+
+    def __enter__(self) -> Self:
+        """Begin the files; raises CheckpointError."""
+        with ExitStack() as stack:
+            path = stack.enter_context(self._hidden).path
+            for name, part in self._parts.items():
+                tensors = {key: self._tensors[key] for key in part}
+                writer = stack.enter_context(WeightsWriter(path / name, tensors, {"format": "pt"}))
+                self._homes |= dict.fromkeys(part, writer)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
