@@ -26,7 +26,7 @@ from hpczero.checkpoint.held import Scalar
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
 from hpczero.files.direct import read_into
-from hpczero.files.regular import open_regular, reason
+from hpczero.files.regular import WHY, Explained, open_regular
 from hpczero.job.topology import Topology
 from hpczero.job.watchdog import Watchdog
 from hpczero.zero.units.away_shard import VALUES
@@ -179,11 +179,9 @@ class SlabReader:
     def _opened(self) -> Iterator[int]:
         path = self.path / on_disk.STATE_FILE
         with contextlib.ExitStack() as stack:
-            with self.topology.agreed("open the checkpoint"):
-                try:
-                    descriptor = open_regular(path)
-                except OSError as error:
-                    raise CorruptCheckpoint(f"{path}: cannot be read ({reason(error)})") from error
+            unread = Explained(CorruptCheckpoint, f"{path}: cannot be read ({WHY})")
+            with self.topology.agreed("open the checkpoint"), unread:
+                descriptor = open_regular(path)
                 stack.callback(os.close, descriptor)
             yield descriptor
 

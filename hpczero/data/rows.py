@@ -29,7 +29,7 @@ from hpczero.data import corpus
 from hpczero.data.corpus import ROWS, Corpus, Text
 from hpczero.data.team import Alone, Team
 from hpczero.errors import ConfigError, DataError
-from hpczero.files.regular import open_regular, reason
+from hpczero.files.regular import WHY, Explained, open_regular, reason
 
 OPEN_FILES = 16
 KEPT_PARTS = 2  # row groups in memory: one for each thread that makes tokens
@@ -314,10 +314,8 @@ def _opened(path: Path) -> _File:
     """The file as it is now, opened once. Raises DataError if it cannot be read."""
     if path.suffix not in ROWS:
         raise DataError(f"{path}: got a file of another kind, expected {' or '.join(ROWS)}")
-    try:
+    with Explained(DataError, f"{path}: cannot be read ({WHY})"):
         now = path.stat()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)})") from error
     return _opened_as(path, now.st_size, now.st_mtime_ns, now.st_ino)
 
 

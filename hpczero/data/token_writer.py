@@ -28,7 +28,7 @@ from hpczero.data.team import Alone, Team
 from hpczero.data.tokenize import Tokenizer
 from hpczero.errors import DataError
 from hpczero.files.direct import read_at, write_at, written_spans
-from hpczero.files.regular import reason
+from hpczero.files.regular import WHY, Explained
 
 # HDF5's part of a token file: its structures are made in memory, around tokens that are in the file already.
 #
@@ -396,12 +396,7 @@ def _remove_left_over(path: Path) -> None:
                 file.unlink()
 
 
-@contextmanager
-def _said(path: Path) -> Iterator[None]:
+def _said(path: Path) -> Explained:
     """Context: an error of the file system becomes a DataError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be written ({reason(error)}); check the folder, its permissions, space and quota"
-        ) from error
+    text = f"{path}: cannot be written ({WHY}); check the folder, its permissions, space and quota"
+    return Explained(DataError, text)

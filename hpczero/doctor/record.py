@@ -22,6 +22,7 @@ from typing import Any
 from hpczero.doctor import environment as software
 from hpczero.doctor.launch import affinity
 from hpczero.errors import ConfigError, run
+from hpczero.files.regular import WHY, Explained
 
 KEPT = re.compile(
     r"(SLURM|SRUN|OMPI|PMIX|PMI|PRTE|MPICH|MV2|I_MPI|FI|UCX|NCCL|RCCL|CUDA|ROCR|HIP|OMP|MKL|KMP|HDF5|HPCZERO|CRAY|PYTORCH)_\w+"
@@ -89,12 +90,10 @@ def main() -> int:
     if not words:
         sys.stdout.write(text)
         return 0
-    try:
+    with Explained(
+        ConfigError, f"{words[0]}: cannot be written: {WHY}; choose another folder (LOGS=...)"
+    ):
         Path(words[0]).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{words[0]}: cannot be written: {os.strerror(error.errno or 0)}; choose another folder (LOGS=...)"
-        ) from error
     return 0
 
 

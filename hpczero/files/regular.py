@@ -14,6 +14,7 @@ from typing import Any
 
 TEXT_NBYTES = 2**30  # more than any text of ours has; a manifest of 10^12 parameters has 20 MB
 SHOWN = 80
+WHY = "<reason>"  # in the text of an Explained: what the system says
 
 _LOST = "a link to nothing"
 _KINDS = {
@@ -137,6 +138,20 @@ def reason(error: OSError | ValueError) -> str:
     if isinstance(error, OSError):
         return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
     return str(error)
+
+
+class Explained:
+    """Context: an error of the system becomes an ``error`` with ``text``, in which ``WHY`` stands for its reason."""
+
+    def __init__(self, error: type[Exception], text: str) -> None:
+        self._error, self._text = error, text
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise self._error(self._text.replace(WHY, reason(error))) from error
 
 
 def shown(value: object) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpczero.doctor.finding import TimeLimit
 from hpczero.errors import EXIT_FAILURE, ConfigError, run
+from hpczero.files.regular import WHY, Explained
 from hpczero.options.reading import parse_command_line
 from hpczero.options.values import digits
 from hpczero.preflight.verdict import Fault, NodeReport, faults
@@ -137,10 +138,8 @@ def write(path: Path, reports: Sequence[NodeReport], found: Sequence[Fault]) -> 
         "faults": [dataclasses.asdict(fault) for fault in found],
         "exclude": list(dict.fromkeys(fault.node for fault in found)),
     }
-    try:
+    with Explained(ConfigError, f"--json: {path} cannot be written: {WHY}"):
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

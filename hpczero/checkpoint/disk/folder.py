@@ -31,7 +31,7 @@ from hpczero.errors import (
 )
 from hpczero.files import durable
 from hpczero.files.durable import sync, write_text
-from hpczero.files.regular import is_there, kind_of, read_text, reason, shown
+from hpczero.files.regular import WHY, Explained, is_there, kind_of, read_text, reason, shown
 
 SPARE_NBYTES = 64 * 2**20
 SHOWN = 10  # of a unit, at least: less of it is shown in a smaller one
@@ -108,17 +108,15 @@ class Folder:
         Raises:
             CheckpointNotWritten: the folder cannot be written, or there is no room.
         """
-        try:
+        with Explained(
+            CheckpointNotWritten,
+            f"{self.path}: cannot be written ({WHY}); check the path, its permissions and the quota",
+        ):
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe-{secrets.token_hex(4)}"
             probe.touch(exist_ok=False)
             probe.unlink()
             system = os.statvfs(self.path)
-        except OSError as error:
-            raise CheckpointNotWritten(
-                f"{self.path}: cannot be written ({os.strerror(error.errno or 0)}); check the path, its permissions "
-                "and the quota"
-            ) from error
         free = system.f_bavail * system.f_frsize
         needed = int(nbytes * 1.05) + min(nbytes, SPARE_NBYTES)
         if free < needed:
@@ -185,9 +183,8 @@ class Folder:
                 "%s: is there, but may be lost if the machine fails (%s)", target, reason(error)
             )
         at("renamed")
-        with suppress(
-            OSError, CheckpointError
-        ):  # it is decided; the next save finishes what is left
+        # It is decided; the next save finishes what is left
+        with suppress(OSError, CheckpointError):
             if others and self._is_sure:
                 self._tell(lines.finish(self.path))
             self._point()
@@ -345,9 +342,8 @@ def is_checkpoint(path: Path) -> bool:
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
     if isinstance(error, NotADirectoryError):
-        path = next(
-            each for each in (path, *path.parents) if kind_of(each)
-        )  # a file on the way to it
+        # A file on the way to it
+        path = next(each for each in (path, *path.parents) if kind_of(each))
         return ConfigError(
             f"{path}: is {kind_of(path)}, expected a folder: a run, its checkpoints, or one of them. Weights of other "
             "programs: hpczero.checkpoint.import_weights"
@@ -521,12 +517,10 @@ def place_for(path: Path, step: int) -> tuple[Path, int]:
 
 def kind_at(path: Path) -> str:
     """As ``kind_of``. Raises ConfigError: the system does not say."""
-    try:
+    with Explained(
+        ConfigError, f"{path}: cannot be looked at ({WHY}); check the path and its permissions"
+    ):
         return kind_of(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be looked at ({reason(error)}); check the path and its permissions"
-        ) from error
 
 
 def given_path(directory: str | Path) -> Path:

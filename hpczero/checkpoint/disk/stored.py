@@ -21,7 +21,7 @@ from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.json_keys import extra_of, unmarked
 from hpczero.errors import CorruptCheckpoint
 from hpczero.files.direct import read_at
-from hpczero.files.regular import open_regular, reason
+from hpczero.files.regular import WHY, Explained, open_regular
 
 ELEMENTS = "elements"
 STREAMS = {"torch", "numpy", "python"}  # and those of a device
@@ -187,15 +187,10 @@ class Stored:
         self.manifest = read_manifest(path)
         check_content(self.manifest, path)
         self.manifest = self.manifest.plain()
-        self._slab: tuple[str, int, Array] | None = (
-            None  # the last one read: small tensors share it
-        )
-        try:
+        # The last one read: small tensors share it
+        self._slab: tuple[str, int, Array] | None = None
+        with Explained(CorruptCheckpoint, f"{path}: {on_disk.STATE_FILE} cannot be read ({WHY})"):
             self._descriptor = open_regular(path / on_disk.STATE_FILE)
-        except OSError as error:
-            raise CorruptCheckpoint(
-                f"{path}: {on_disk.STATE_FILE} cannot be read ({reason(error)})"
-            ) from error
 
     def read(self, name: str, start: int, stop: int) -> Iterator[Array]:
         """Elements [start, stop) of dataset ``name`` in pieces, in order. A piece is valid until the next one.

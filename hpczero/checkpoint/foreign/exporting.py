@@ -29,6 +29,7 @@ from hpczero.checkpoint.foreign.safe_file import DTYPES, TensorEntry
 from hpczero.data.tokenize import as_library, from_json
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import Hidden
+from hpczero.files.regular import WHY, Explained
 
 if TYPE_CHECKING:
     import torch
@@ -153,21 +154,17 @@ def _write(stored: Stored, out: Path, form: WeightsForm) -> Exported:
     names = _Names(stored, form)
     entries = dict([*_parameters(stored, form, names), *_buffers(stored)])
     nbytes = sum(entry.nbytes for entry in entries.values())
-    try:
-        with Hidden(out) as hidden:
-            _check_room(out.parent, nbytes)
-            if form.format == "torch":
-                _write_torch(hidden.path, entries, names.tied)
-            else:
-                hidden.path.mkdir()
-                if names.config is not None:
-                    names.write_config(hidden.path)
-                safefile.write_all(hidden.path, entries, names.metadata(), form.shard_mib * 2**20)
-            hidden.commit()
-    except OSError as error:
-        raise CheckpointNotWritten(
-            f"{out}: cannot be written ({os.strerror(error.errno or 0)}); check the path, space and permissions"
-        ) from error
+    text = f"{out}: cannot be written ({WHY}); check the path, space and permissions"
+    with Explained(CheckpointNotWritten, text), Hidden(out) as hidden:
+        _check_room(out.parent, nbytes)
+        if form.format == "torch":
+            _write_torch(hidden.path, entries, names.tied)
+        else:
+            hidden.path.mkdir()
+            if names.config is not None:
+                names.write_config(hidden.path)
+            safefile.write_all(hidden.path, entries, names.metadata(), form.shard_mib * 2**20)
+        hidden.commit()
     if left_out := stored.manifest.meta.get("extra_states"):
         logger.warning(
             "%s: left out what get_extra_state() of %s gave; only a load of the checkpoint has it",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,7 +24,7 @@ import xxhash
 from typing_extensions import Self, override
 
 from hpczero.errors import CheckpointError
-from hpczero.files.regular import parse_json
+from hpczero.files.regular import WHY, Explained, parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -337,11 +337,8 @@ class WeightsWriter(SafeFile):
             return super().__enter__()
 
 
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: the weights cannot be written ({error}); check space and permissions"
-        ) from error
+def _told(path: Path) -> Explained:
+    return Explained(
+        CheckpointError,
+        f"{path}: the weights cannot be written ({WHY}); check space and permissions",
+    )

@@ -5,8 +5,8 @@ unit by unit: shards -> rank 0 -> what a writer makes of them -> files under a h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from typing_extensions import Self, override
 from hpczero.checkpoint.foreign.safe_file import SINGLE, WeightsWriter, divided, write_index
 from hpczero.errors import CheckpointNotWritten, ConfigError
 from hpczero.files.durable import Hidden, is_free
-from hpczero.files.regular import reason
+from hpczero.files.regular import WHY, Explained
 from hpczero.zero.full_state import StateByUnit
 from hpczero.zero.zeroify import sharding
 
@@ -74,21 +74,14 @@ class NewFolder(Hidden):
         """Raises ConfigError: something is there, other than an empty folder. Nothing is written."""
         super().__init__(folder)
         self._folder = folder
-        try:
+        with Explained(ConfigError, f"{folder}: cannot be looked at: {WHY}"):
             if not is_free(folder.absolute()):
                 raise ConfigError(f"{folder}: is there already; give another name, or take it away")
-        except OSError as error:
-            raise ConfigError(f"{folder}: cannot be looked at: {reason(error)}") from error
 
-    @contextmanager
-    def told(self) -> Iterator[None]:
+    def told(self) -> Explained:
         """Context: an error of the system becomes a CheckpointNotWritten."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointNotWritten(
-                f"{self._folder}: cannot be written ({reason(error)}); check the path, space and permissions"
-            ) from error
+        text = f"{self._folder}: cannot be written ({WHY}); check the path, space and permissions"
+        return Explained(CheckpointNotWritten, text)
 
     @override
     def __enter__(self) -> Self:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,8 @@ from hpczero.checkpoint.foreign.safe_file import DTYPES, Digests, tensor_digest
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, launcher_rank
 from hpczero.files.direct import read_into
 from hpczero.files.regular import (
+    WHY,
+    Explained,
     check_regular,
     open_regular,
     parse_json,
@@ -216,10 +218,8 @@ class RangeFile:
         """
         self.path = path
         self.nbytes_read = 0
-        try:
+        with Explained(CheckpointError, f"{path}: {WHY}"):
             self._file = open_regular(path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {reason(error)}") from error
         weakref.finalize(self, os.close, self._file)
         self._nbytes = os.fstat(self._file).st_size
         wrong = "no safetensors file, or damaged or torn"
@@ -358,6 +358,7 @@ CHECKED_NUMEL = 2**18  # looked at at a time
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 INDEX_SUFFIX = ".index.json"
 
+T = TypeVar("T")
 Box = tuple[slice, ...]
 Check = Callable[[int, int], None]  # (which part, of how many)
 
@@ -489,25 +490,13 @@ class WeightFiles(Mapping[str, HeldTensor]):
         self._tensors: dict[str, HeldTensor] = {}
         self._checks: list[Check] = []
         files, expected = files_of(path)
-        found: dict[str, HeldTensor] = {}
+        held_by: dict[Path, dict[str, HeldTensor]] = {}
         for file in files:
-            tensors, metadata, check = _open(file)
+            held_by[file], metadata, check = _open(file)
             self.metadata |= metadata
             if check is not None:
                 self._checks.append(check)
-            twice = sorted(tensors.keys() & found.keys())
-            if twice:
-                raise CheckpointError(
-                    f"{file}: has {twice[0]!r}, and so has another file; expected once"
-                )
-            found |= tensors
-        lost = [key for key in expected if key not in found]
-        if lost:
-            more = f" and {len(lost) - 1} more" if lost[1:] else ""
-            raise CheckpointError(
-                f"{path}: {lost[0]!r}{more} in the index and in no file; bring all files of the set"
-            )
-        for key, held in found.items():
+        for key, held in joined(held_by, path, expected).items():
             name = gpt2.our_name(key) if layout == "gpt2" else plain_name(key)
             if name in self._tensors:
                 raise CheckpointError(f"{path}: {key!r} and another key both mean {name!r}")
@@ -588,12 +577,31 @@ def files_of(path: Path) -> tuple[list[Path], list[str]]:
     return [path.parent / name for name in names], list(places)
 
 
+def joined(
+    files: Mapping[Path, Mapping[str, T]], index: Path, expected: Sequence[str]
+) -> dict[str, T]:
+    """What all files of a set hold. Raises CheckpointError: two hold one key, or none an expected one."""
+    found: dict[str, T] = {}
+    for file, held in files.items():
+        twice = sorted(held.keys() & found.keys())
+        if twice:
+            raise CheckpointError(
+                f"{file}: has {twice[0]!r}, and so has another file; expected once"
+            )
+        found |= held
+    lost = [key for key in expected if key not in found]
+    if lost:
+        more = f" and {len(lost) - 1} more" if lost[1:] else ""
+        raise CheckpointError(
+            f"{index}: {lost[0]!r}{more} in the index and in no file; bring all files of the set"
+        )
+    return found
+
+
 def _main_file(folder: Path) -> Path:
     """The file that a folder means: safetensors before others, an index before single files."""
-    try:
+    with Explained(ConfigError, f"{folder}: cannot be read: {WHY}"):
         entries = sorted(entry for entry in folder.iterdir() if entry.is_file())
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be read: {reason(error)}") from error
     for suffix in SUFFIXES:
         for kind in (suffix + INDEX_SUFFIX, suffix):
             found = [entry for entry in entries if entry.name.endswith(kind)]

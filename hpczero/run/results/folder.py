@@ -9,8 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from hpczero.checkpoint.disk.folder import CHECKPOINTS, STALE_S, Folder
 from hpczero.checkpoint.disk.format import step_of_folder
 from hpczero.errors import ConfigError
 from hpczero.files.durable import remove, remove_left_over, sync, write_text
-from hpczero.files.regular import kind_of, reason
+from hpczero.files.regular import WHY, Explained, kind_of
 from hpczero.options.config import DEFAULT_RUN, RunConfig, RunOptions
 from hpczero.options.reading import to_toml
 
@@ -202,15 +201,10 @@ class RunFolder:
         """Remove what a killed job has left of writing small files, if it is old. Not collective: rank 0 calls it."""
         remove_left_over(self.path, (self.config.name, self.metrics.name), age_s=STALE_S)
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> Explained:
         """Context around writes to the folder: an error of the system becomes a ConfigError."""
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path}: cannot be written as a run folder: {reason(error)}; choose another --run.folder"
-            ) from error
+        text = f"{self.path}: cannot be written as a run folder: {WHY}; choose another --run.folder"
+        return Explained(ConfigError, text)
 
 
 def _date() -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hpczero.checkpoint.disk.folder import GIVE, folder_at, holds_imports_alone, is_checkpoint
 from hpczero.data import same_tokenizer, tokenizer_name
 from hpczero.errors import CheckpointError, ConfigError
-from hpczero.files.regular import is_there, kind_of, reason, shown
+from hpczero.files.regular import WHY, Explained, is_there, kind_of, shown
 from hpczero.options.config import DEFAULT_RUN, ModelOptions, RunConfig
 from hpczero.options.reading import load_toml
 from hpczero.plan.sizing import Batch
@@ -207,13 +207,12 @@ def _checkpoints_of(source: str) -> Path:
 
 def _kind_of(path: Path) -> str:
     """What is at a path; empty if nothing is."""
-    try:
+    with Explained(
+        ConfigError,
+        f"resume.from: {path} cannot be looked at ({WHY}); check that its file system is mounted and its "
+        "permissions, or give another checkpoint, a folder of them, auto or never",
+    ):
         return kind_of(path) if is_there(path) else ""
-    except OSError as error:
-        raise ConfigError(
-            f"resume.from: {path} cannot be looked at ({reason(error)}); check that its file system is mounted and its "
-            "permissions, or give another checkpoint, a folder of them, auto or never"
-        ) from error
 
 
 def _way_out(folder: RunFolder) -> str:
