@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hpczero.checkpoint.disk.format import some
 from hpczero.checkpoint.foreign.safe_file import INDEX_FILE, SINGLE
-from hpczero.checkpoint.foreign.weight_files import FileTensor, RangeFile, files_of
+from hpczero.checkpoint.foreign.weight_files import FileTensor, RangeFile, files_of, joined
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
 from hpczero.hf.converting import TensorGroup
 from hpczero.hf.hub import conversion
@@ -38,20 +38,8 @@ class WeightFolder:
         self.path = path
         names, expected = self._found()
         self._files = [RangeFile(name) for name in names]
-        self._homes: dict[str, RangeFile] = {}
-        for file in self._files:
-            for key in file.entries:
-                if key in self._homes:
-                    raise CheckpointError(
-                        f"{file.path}: has {key!r}, and so has {self._homes[key].path.name}; expected once"
-                    )
-                self._homes[key] = file
-        lost = [key for key in expected if key not in self._homes]
-        if lost:
-            more = f" and {len(lost) - 1} more" if lost[1:] else ""
-            raise CheckpointError(
-                f"{path / INDEX_FILE}: {lost[0]!r}{more} in the index and in no file; fetch all files of the set again"
-            )
+        held = {file.path: dict.fromkeys(file.entries, file) for file in self._files}
+        self._homes = joined(held, path / INDEX_FILE, expected)
         self.entries: dict[str, FileTensor] = {
             key: file.entries[key] for key, file in self._homes.items()
         }
@@ -60,11 +48,7 @@ class WeightFolder:
         """Elements [start, stop) of a tensor, flat, in the dtype of the file; each piece is valid until the next."""
         return self._homes[key].pieces(key, start, stop)
 
-    def whole(self, key: str) -> Tensor:
-        """A tensor in its shape and dtype."""
-        return self._homes[key].box(key)
-
-    def box(self, key: str, box: Sequence[slice]) -> Tensor:
+    def box(self, key: str, box: Sequence[slice] = ()) -> Tensor:
         """As of ``RangeFile``."""
         return self._homes[key].box(key, box)
 

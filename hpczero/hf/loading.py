@@ -164,9 +164,9 @@ def _fill_buffers(
 
 def _buffer(model: nn.Module, folder: WeightFolder, matched: Matched, owner: str) -> Tensor:
     if owner in matched.plain:
-        return folder.whole(matched.plain[owner][0])
+        return folder.box(matched.plain[owner][0])
     group, name = matched.converted[owner]
-    found: Tensor = group.convert(model, folder.whole)[name]
+    found: Tensor = group.convert(model, folder.box)[name]
     return found
 
 

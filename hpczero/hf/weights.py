@@ -276,6 +276,6 @@ class FolderWeights:
 
     def _converted(self, group: TensorGroup) -> dict[str, Tensor]:
         def value_of(key: str) -> Tensor:
-            return cast(self._folder.whole(key), torch.float32, self._folder.label(key))
+            return cast(self._folder.box(key), torch.float32, self._folder.label(key))
 
         return group.convert(self._model, value_of)

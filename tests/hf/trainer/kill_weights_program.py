@@ -99,7 +99,7 @@ def by_hpczero(place: Path) -> str:
         folder.check(0, 1)
     except HpcZeroError as error:
         return "refused" if str(place) in str(error) else f"unnamed:{error}"
-    return named({v for key in folder.entries for v in folder.whole(key).flatten().tolist()})
+    return named({v for key in folder.entries for v in folder.box(key).flatten().tolist()})
 
 
 def forked(child: Callable[[], None]) -> int:
