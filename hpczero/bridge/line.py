@@ -300,9 +300,8 @@ class Line:
             except BaseException as failure:
                 error = failure
                 if not (isinstance(failure, HpcZeroError) and failure.agreed):
-                    self._broken = (
-                        failure  # whose traceback keeps what MPI may still read and write
-                    )
+                    # Its traceback keeps what MPI may still read and write
+                    self._broken = failure
         if from_queue:
             with self._count:
                 self._waiting -= 1

@@ -259,9 +259,8 @@ class StateHome(Home):
         if isinstance(value, CodedState):
             into.copy_(value.read(first, len(into)))
             return
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # what a program has made of a piece is a piece
+        # What a program has made of a piece is a piece
+        with torch._C.DisableTorchFunctionSubclass():
             found = value.detach().reshape(-1)[first : first + len(into)]
             into[: len(found)].copy_(found)
         into[len(found) :].zero_()  # of a state with fewer elements than its parameter

@@ -471,9 +471,8 @@ class Inventory:
 
     def elements(self, key: str) -> HeldElements:
         """(elements of ``held_trainable``,) fp32 of one elementwise state, read slice by slice; zero where none is."""
-        pieces = self._saved[
-            : len(self.held_trainable)
-        ]  # the trainable ones come first in the file
+        # The trainable ones come first in the file
+        pieces = self._saved[: len(self.held_trainable)]
         return HeldPieces(pieces, StateHome(key, self._states_by_piece()))
 
     def _states_by_piece(

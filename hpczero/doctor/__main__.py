@@ -53,9 +53,8 @@ def main() -> int:
     )
     tell_start_aside("hpczero.doctor")
     findings = []
-    prints = (
-        launcher_rank() == 0
-    )  # not MPI's rank: when ranks do not see each other, each is rank 0
+    # Not MPI's rank: when ranks do not see each other, each is rank 0
+    prints = launcher_rank() == 0
     for finding in _examine(options):
         findings.append(finding)
         if prints and not options.json:

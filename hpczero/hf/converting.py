@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 T = TypeVar("T")
 Box = tuple[range, ...]
-Read = Callable[
-    [str, Box], Tensor
-]  # (key of a tensor, box of it) -> values of the shape of the box
+# (key of a tensor, box of it) -> values of the shape of the box
+Read = Callable[[str, Box], Tensor]
 
 
 class CannotAssembleError(Exception):

@@ -31,9 +31,8 @@ BLOCK = 8  # words of 32 bits that one count of the generator makes
 CHUNK = 2**15  # deviates that are made together: they stay in a core's cache
 BITS = 8  # of the mantissa that choose a chord
 _SHIFT = 23 - BITS
-_ROUNDED = (
-    2.0**30
-)  # knots are multiples of its inverse, so that the last bit of a library's log changes none
+# Knots are multiples of its inverse, so that the last bit of a library's log changes none
+_ROUNDED = 2.0**30
 _HALF = np.float32(0.5)
 
 Floats = npt.NDArray[np.float32]

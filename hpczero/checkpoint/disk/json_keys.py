@@ -169,9 +169,8 @@ def _is_key(key: Any) -> bool:
 def _check_scalar(value: Any) -> None:
     if value is not None and not isinstance(value, bool | int | float | str):
         raise Unfit(f"is a {type(value).__name__}")
-    if (
-        isinstance(value, int) and abs(value) > 2**4096
-    ):  # Python may refuse to write that many digits
+    # Python may refuse to write that many digits
+    if isinstance(value, int) and abs(value) > 2**4096:
         try:
             int.__repr__(value)
         except ValueError:

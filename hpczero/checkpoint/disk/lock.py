@@ -372,9 +372,8 @@ class Lock:
         aside = self.path.with_name(f".aside{self.path.name}")
         try:
             with aside.open("w", encoding="utf-8") as file:
-                me["inode"] = os.fstat(
-                    file.fileno()
-                ).st_ino  # a rename keeps it, a copy has another
+                # A rename keeps it, a copy has another
+                me["inode"] = os.fstat(file.fileno()).st_ino
                 file.write(json.dumps(me))
             aside.replace(self.path)
         except BaseException:

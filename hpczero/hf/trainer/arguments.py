@@ -154,9 +154,8 @@ class HpczeroTrainingArguments(_TrainingArguments):  # type: ignore[misc]
         self.precision = "bf16" if mixed == "bf16" else "fp32"
         self.mixed_precision = "no"
         given: Any = vars(self)
-        if (
-            given["data_seed"] is None
-        ):  # each rank would take its stream's, which a resume sets anew
+        # Each rank would take its stream's, which a resume sets anew
+        if given["data_seed"] is None:
             given["data_seed"] = self.seed
         check_sampling(self, self.topology.size)
 

@@ -258,7 +258,6 @@ class OwnReading:
         """Nothing is open."""
 
 
-TrainingSet = Batches | MixedBatches | OwnBatches
 HeldOutSet = HeldOut | OwnHeldOut
 RunData = TextReading | OwnReading
 
