@@ -17,7 +17,7 @@ from hpczero.data.tokenize import (
     same_tokenizer,
     tokenizer_name,
 )
-from hpczero.data.tokens import Split, TokenFile
+from hpczero.data.tokens import TokenFile, TokenSplit
 
 __all__ = [
     "BPETokenizer",
@@ -27,8 +27,8 @@ __all__ = [
     "EvaluationBatch",
     "HeldOut",
     "Sampler",
-    "Split",
     "TokenFile",
+    "TokenSplit",
     "Tokenizer",
     "default_token_file",
     "prepare",

@@ -94,7 +94,7 @@ def _mix(value: _UInt64Array) -> _UInt64Array:
 
 
 class Tokens(Protocol):
-    """A row of token ids that can be sliced: a ``Split`` of a token file, or a numpy array."""
+    """A row of token ids that can be sliced: a ``TokenSplit`` of a token file, or a numpy array."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: slice, /) -> npt.NDArray[np.unsignedinteger]: ...

@@ -46,7 +46,7 @@ from hpczero.data.batches import (
     positions,
 )
 from hpczero.data.tokenize import BPETokenizer, IdsTokenizer, Tokenizer, same_tokenizer
-from hpczero.data.tokens import Split, TokenFile
+from hpczero.data.tokens import TokenFile, TokenSplit
 from hpczero.errors import ConfigError, DataError
 from hpczero.files.regular import is_there, open_regular, read_text, reason
 
@@ -346,8 +346,8 @@ class MixtureSource:
 
     path: Path
     weight: float
-    train: Split
-    validation: Split
+    train: TokenSplit
+    validation: TokenSplit
     identity: str
 
 
@@ -358,7 +358,7 @@ class Together:
         bytes_per_token: bytes of text per token; None if some source does not tell, as flat files do not.
     """
 
-    def __init__(self, splits: list[Split]) -> None:
+    def __init__(self, splits: list[TokenSplit]) -> None:
         self._splits = splits
         text_nbytes = sum(split.text_nbytes for split in splits)
         known = all(split.text_nbytes for split in splits)
@@ -552,7 +552,7 @@ def _of_flat(path: Path, entry: Mapping[str, Any], vocab_size: int) -> MixtureSo
     train = FlatTokens(file, ids, 0, cut, vocab_size, identity)
     said = f"{identity.hex()} {train.numel} {held_out.fingerprint.hex()} {held_out.numel}"
     return MixtureSource(
-        file, entry.get("weight", 1), Split(train, 0, 0), Split(held_out, 0, 0), said
+        file, entry.get("weight", 1), TokenSplit(train, 0, 0), TokenSplit(held_out, 0, 0), said
     )
 
 

@@ -38,7 +38,7 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _REMEDY = "prepare it with `python -m hpczero.data prepare`"
 
 
-class Split:
+class TokenSplit:
     """One row of tokens in an open file; ``split[a:b]`` reads them.
 
     Attributes:
@@ -58,7 +58,7 @@ class Split:
         """Tokens of a slice. Raises DataError if they are damaged, not of the vocabulary, or cannot be read."""
         start, stop, step = index.indices(len(self))
         if step != 1:
-            raise ValueError(f"Split: got a slice with step {step}, expected neighbours")
+            raise ValueError(f"TokenSplit: got a slice with step {step}, expected neighbours")
         return self._source.read(start, stop)
 
     def check(self) -> None:
@@ -100,7 +100,7 @@ class TokenFile:
         path: Path,
         tokenizer: Tokenizer,
         source_sha256: str,
-        splits: tuple[Split, Split],
+        splits: tuple[TokenSplit, TokenSplit],
         close: Callable[[], None],
     ) -> None:
         self.path = path
@@ -146,7 +146,7 @@ class TokenFile:
         description, tables = found
         tokenizer = from_json(description.tokenizer)
         train, validation = (
-            Split(
+            TokenSplit(
                 Slabs(path, descriptor, name, part, tables[name], tokenizer.vocab_size),
                 part.documents,
                 part.text_nbytes,
