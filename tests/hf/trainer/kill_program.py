@@ -91,22 +91,23 @@ def resume(folder: Path) -> None:
     """Go on in every folder that was left, at another stage."""
     from mpi4py import MPI
 
-    from tests.hf.trainer.runs import done_with, plain, trainer_over_mpi
-    from tests.hf.trainer.runs import train as trained
+    from tests.hf.trainer import runs
 
     comm, batch = MPI.COMM_WORLD, GLOBAL_BATCH // MPI.COMM_WORLD.size
-    mine = plain(folder / "plain", GLOBAL_BATCH, eval_strategy="no") if comm.rank == 0 else None
+    mine = (
+        runs.plain(folder / "plain", GLOBAL_BATCH, eval_strategy="no") if comm.rank == 0 else None
+    )
     expected = comm.bcast(mine)
     for place in sorted(each for each in folder.iterdir() if each.name.lstrip("-").isdigit()):
-        trainer = trainer_over_mpi(place, batch, stage=1, **SAVING)
-        found = trained(trainer, comm, resume=True)
+        trainer = runs.trainer_over_mpi(place, batch, stage=1, **SAVING)
+        found = runs.train(trainer, comm, resume=True)
         lines = found.log[:-1], expected.log[:-1]  # without the mean loss since the process began
-        far = max((found.weights[k] - v).abs().max().item() for k, v in expected.weights.items())
+        far = runs.furthest(found.weights, expected.weights)
         losses = max(abs(a["loss"] - b["loss"]) for a, b in zip(*lines, strict=True))
         left = sorted(each.name for each in (place / "checkpoints").glob("step-*"))
         if comm.rank == 0:
             sys.stdout.write(f"{place.name} {far:.3g} {losses:.3g} {','.join(left)}\n")
-        done_with(trainer)
+        runs.done_with(trainer)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
     from mpi4py import MPI
 
 VOCABULARY, LENGTH = 61, 12
+GLOBAL_BATCH = 6  # of a micro batch of all ranks
 COMPARED = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "epoch", "total_flos")
 
 
@@ -37,13 +38,8 @@ class Run:
     def of(cls, trainer: Any, weights: Any) -> Run:
         """``weights`` of a trainer that is done."""
         kept = {name: value.clone() for name, value in weights.items()}
-        return cls(
-            kept,
-            [
-                {k: v for k, v in each.items() if k in COMPARED}
-                for each in trainer.state.log_history
-            ],
-        )
+        log = trainer.state.log_history
+        return cls(kept, [{k: v for k, v in each.items() if k in COMPARED} for each in log])
 
     def differs(self, other: Run, tolerance: float = 1e-6) -> str:
         """Where two runs differ by more; empty if nowhere."""
@@ -190,6 +186,41 @@ def train(trainer: HpczeroTrainer, comm: MPI.Intracomm, resume: Any = None) -> R
     """Train, and what it left, on every rank. Collective."""
     trainer.train(resume_from_checkpoint=resume)
     return result(trainer, comm)
+
+
+def beside_plain(
+    comm: MPI.Intracomm,
+    folder: Path,
+    make: Callable[[], Any] | None = None,
+    datasets: Any = None,
+    *,
+    sharding: Any = None,
+    **changes: Any,
+) -> tuple[HpczeroTrainer, Run, Run]:
+    """A trainer that has trained, what it left, and what plain Trainer left in one process. Collective.
+
+    Args:
+        comm: MPI's world.
+        folder: of both, which get ``mpi`` and ``plain`` in it.
+        make: a model, ``llama`` by default; each gets its own.
+        datasets: of both.
+        sharding: arguments of the trainer alone.
+        changes: arguments of both.
+    """
+    made = make or llama
+    mine = None
+    if comm.rank == 0:
+        mine = plain(folder / "plain", GLOBAL_BATCH, made(), datasets, **changes)
+    expected: Run = comm.bcast(mine)
+    options = {**changes, **(sharding or {})}
+    batch = GLOBAL_BATCH // comm.size
+    trainer = trainer_over_mpi(folder / "mpi", batch, made(), datasets, **options)
+    return trainer, train(trainer, comm), expected
+
+
+def furthest(mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The largest difference of weights of the same names."""
+    return max((mine[name] - other[name]).abs().max().item() for name in other)
 
 
 def result(trainer: HpczeroTrainer, comm: MPI.Intracomm) -> Run:

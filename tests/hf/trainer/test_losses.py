@@ -63,23 +63,17 @@ def test_a_mean_over_samples_equals_one_process(
 ) -> None:
     from tests.hf.trainer import runs
 
-    sets: Any = {
-        "train_dataset": _whole(24, 1),
-        "eval_dataset": _whole(12, 2),
-        "compute_loss_func": loss,
-    }
-    changes: Any = {
-        "gradient_accumulation_steps": accumulation,
-        "num_train_epochs": 1,
-        "eval_steps": 2,
-    }
-    mine = None
-    if comm.rank == 0:
-        mine = runs.plain(folder / "plain", 6, make(), sets, **changes)
-    expected = comm.bcast(mine)
-    batch = 6 // comm.size
-    trainer = runs.trainer_over_mpi(folder / "mpi", batch, make(), sets, stage=stage, **changes)
-    problem = runs.train(trainer, comm).differs(expected, 2e-6)
+    sets = {"train_dataset": _whole(24, 1), "eval_dataset": _whole(12, 2)}
+    changes = {"gradient_accumulation_steps": accumulation, "num_train_epochs": 1, "eval_steps": 2}
+    trainer, found, expected = runs.beside_plain(
+        comm,
+        folder,
+        make,
+        {**sets, "compute_loss_func": loss},
+        sharding={"stage": stage},
+        **changes,
+    )
+    problem = found.differs(expected, 2e-6)
     parallel_assert(comm, not problem, problem)
     runs.done_with(trainer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -33,25 +33,17 @@ def model_of(kind: str) -> Any:
     import transformers
 
     torch.manual_seed(0)
+    sizes: dict[str, Any]
     if kind == "t5":
-        sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2}
-        start: dict[str, Any] = {"decoder_start_token_id": 0}
-        config: Any = transformers.T5Config(
-            vocab_size=VOCABULARY, num_heads=2, dropout_rate=0.0, **start, **sizes
-        )
-        model: Any = transformers.T5ForConditionalGeneration(config)
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+        sizes |= {"vocab_size": VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+        model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
     else:
         sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32}
         sizes |= {"decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-        ids: dict[str, Any] = {
-            "pad_token_id": 0,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-            "decoder_start_token_id": 1,
-        }
-        config = transformers.BartConfig(
-            vocab_size=VOCABULARY, dropout=0.0, forced_eos_token_id=None, **sizes, **ids
-        )
+        sizes |= {"vocab_size": VOCABULARY, "dropout": 0.0, "forced_eos_token_id": None}
+        sizes |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+        config = transformers.BartConfig(decoder_start_token_id=1, **sizes)
         model = transformers.BartForConditionalGeneration(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -77,10 +69,8 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         width = max(len(row[name]) for row in rows)
         return torch.tensor([row[name] + [value] * (width - len(row[name])) for row in rows])
 
-    return {
-        name: padded(name, value)
-        for name, value in {"input_ids": 0, "attention_mask": 0, "labels": -100}.items()
-    }
+    fillers = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {name: padded(name, value) for name, value in fillers.items()}
 
 
 TRAINED = samples((5,) * 6)
@@ -139,6 +129,12 @@ def evaluated(trainer: Any, metrics: Metrics) -> dict[str, Any]:
     }
 
 
+def given(metrics: Metrics) -> dict[str, Any]:
+    """What any trainer gets."""
+    sets = {"train_dataset": TRAINED, "eval_dataset": HELD_OUT}
+    return {**sets, "data_collator": collate, "compute_metrics": metrics}
+
+
 def plain(kind: str, folder: Path) -> dict[str, Any]:
     import transformers
     from accelerate.utils import DistributedType
@@ -149,14 +145,7 @@ def plain(kind: str, folder: Path) -> dict[str, Any]:
         configured = {"accelerator_config": {"use_configured_state": True}}
         args = transformers.Seq2SeqTrainingArguments(**options(folder, 1, **configured))
         metrics = Metrics()
-        trainer = transformers.Seq2SeqTrainer(
-            model_of(kind),
-            args,
-            data_collator=collate,
-            train_dataset=cast("Any", TRAINED),
-            eval_dataset=cast("Any", HELD_OUT),
-            compute_metrics=metrics,
-        )
+        trainer = transformers.Seq2SeqTrainer(model_of(kind), args, **given(metrics))
         return evaluated(trainer, metrics)
 
 
@@ -164,14 +153,7 @@ def over_mpi(kind: str, folder: Path, size: int, metrics: Metrics, **changes: An
     from hpczero.hf.trainer import HpczeroSeq2SeqTrainer, HpczeroSeq2SeqTrainingArguments
 
     args = HpczeroSeq2SeqTrainingArguments(**options(folder, size, **changes))
-    return HpczeroSeq2SeqTrainer(
-        model_of(kind),
-        args,
-        data_collator=collate,
-        train_dataset=TRAINED,
-        eval_dataset=HELD_OUT,
-        compute_metrics=metrics,
-    )
+    return HpczeroSeq2SeqTrainer(model_of(kind), args, **given(metrics))
 
 
 def unlike(found: dict[str, Any], expected: dict[str, Any]) -> str:
