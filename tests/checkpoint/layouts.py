@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import torch
@@ -21,6 +21,7 @@ import hpczero
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.job.mesh import Mesh
 from hpczero.plan.placement import KEY, ModelPart, Placement
+from tests.checkpoint import programs
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -181,13 +182,8 @@ class Program:
             for name, parameter in self.model.named_parameters():
                 nn.init.constant_(parameter, made_by)
                 parameter.requires_grad_(name not in frozen)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        groups = groups[::-1] if swapped else groups
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
+        groups = programs.two_groups(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(groups[:: -1 if swapped else 1], lr=1e-2, foreach=False)
         options = {"initialize": initialize, "rule": rule, **options}
         hpczero.zeroify(self.model, self.optimizer, topology=topology, **options)
         self.step = 0
@@ -209,17 +205,8 @@ def first_ranks(
 ) -> Iterator[hpczero.Topology | None]:
     """A topology of as many ranks as ``degrees`` need; None on the others, which wait at the end. Collective."""
     mesh = Mesh(**degrees)
-    part = comm.Split(0 if comm.rank < mesh.size else 1, comm.rank)
-    topology = None
-    if comm.rank < mesh.size:
-        topology = hpczero.Topology.create(cast("MPI.Intracomm", part), mesh=mesh)
-    try:
+    with programs.first_ranks(comm, mesh.size, mesh) as topology:
         yield topology
-    finally:
-        if topology is not None:
-            topology.free()
-        part.Free()
-        comm.Barrier()
 
 
 @contextmanager
@@ -237,28 +224,20 @@ def trained_by_torch(steps: int) -> dict[str, dict[str, Tensor]]:
     shapes = whole_shapes()
     parameters = {name: nn.Parameter(numbers(name, "values")) for name in shapes}
     parameters[FROZEN].requires_grad_(False)
-    trained = [p for p in parameters.values() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    groups = programs.two_groups(parameters.values())
     optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
     for step in range(steps):
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 parameter.grad = numbers(name, f"gradient {step}")
         optimizer.step()
-    return {
-        name: {
-            "values": parameter.detach(),
-            **{
-                key: optimizer.state[parameter].get(key, torch.zeros(shapes[name][0]))
-                for key in ("exp_avg", "exp_avg_sq")
-                if parameter.requires_grad
-            },
-        }
-        for name, parameter in parameters.items()
-    }
+    found = {}
+    for name, parameter in parameters.items():
+        found[name] = {"values": parameter.detach()}
+        for key in ("exp_avg", "exp_avg_sq") if parameter.requires_grad else ():
+            nothing = torch.zeros(shapes[name][0])
+            found[name][key] = optimizer.state[parameter].get(key, nothing)
+    return found
 
 
 def part_of(program: Program, name: str, whole: dict[str, dict[str, Tensor]], key: str) -> Tensor:
@@ -272,23 +251,18 @@ def part_of(program: Program, name: str, whole: dict[str, dict[str, Tensor]], ke
 def contents(path: Path) -> dict[str, bytes]:
     """Every dataset but the random streams, which are each rank's own."""
     found: dict[str, bytes] = {}
+
+    def look(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and name != "rng":
+            found[name] = item[()].tobytes()
+
     with h5py.File(path / "state.h5") as file:
-        file.visititems(
-            lambda name, item: (
-                found.update({name: item[()].tobytes()})
-                if isinstance(item, h5py.Dataset) and name != "rng"
-                else None
-            )
-        )
+        file.visititems(look)
     return found
 
 
 def described(path: Path) -> tuple[Any, ...]:
     """What a manifest says of the model and its optimizer."""
     manifest = read_manifest(path)
-    return (
-        manifest.table,
-        manifest.meta["optimizer"],
-        manifest.meta["buffers"],
-        manifest.meta["skipped_steps"],
-    )
+    said = ("optimizer", "buffers", "skipped_steps")
+    return manifest.table, *(manifest.meta[name] for name in said)

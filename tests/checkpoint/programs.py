@@ -6,7 +6,7 @@ Must not know: what any test looks for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +21,8 @@ from hpczero.checkpoint.disk.folder import read_manifest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from hpczero.job.mesh import Mesh
 
 GLOBAL_BATCH = 60  # 1 to 6 ranks divide it
 SLAB_NBYTES = 1000  # many slabs, and none of them on the edge of anything
@@ -63,6 +65,15 @@ def global_batch(step: int) -> Tensor:
     return torch.randn(GLOBAL_BATCH, 7, generator=torch.Generator().manual_seed(1000 + step))
 
 
+def two_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Of those that train: matrices, which decay, and the rest."""
+    trained = [p for p in parameters if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
@@ -84,10 +95,7 @@ class Program:
     ) -> None:
         self.topology, self.step = topology, 0
         self.model = Net()
-        decayed = [p for p in self.model.parameters() if p.requires_grad and p.dim() > 1]
-        others = [p for p in self.model.parameters() if p.requires_grad and p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = OPTIMIZERS[optimizer](groups)
+        self.optimizer = OPTIMIZERS[optimizer](two_groups(self.model.parameters()))
         hpczero.zeroify(self.model, self.optimizer, topology=topology, **options)
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
 
@@ -160,10 +168,12 @@ def program_of(
 
 
 @contextmanager
-def first_ranks(comm: MPI.Intracomm, n: int) -> Iterator[hpczero.Topology | None]:
+def first_ranks(
+    comm: MPI.Intracomm, n: int, mesh: Mesh | None = None
+) -> Iterator[hpczero.Topology | None]:
     """A topology of the first ``n`` ranks; None on the others, which wait at the end. Collective over ``comm``."""
-    part = comm.Split(0 if comm.rank < n else 1, comm.rank)
-    topology = hpczero.Topology.create(cast("MPI.Intracomm", part)) if comm.rank < n else None
+    part = cast("MPI.Intracomm", comm.Split(0 if comm.rank < n else 1, comm.rank))
+    topology = hpczero.Topology.create(part, mesh=mesh) if comm.rank < n else None
     try:
         yield topology
     finally:

@@ -20,8 +20,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -66,13 +67,28 @@ class Options:
     milestones: tuple[str, ...] = MILESTONES
 
 
-def rank_program(
-    folder: Path, until: int, every: int, milestone: str, when: int, victim: int, background: bool
-) -> None:
+@dataclass(frozen=True)
+class Job:
     """What a rank runs: train from the newest checkpoint on, and die at the ``when``-th ``milestone``.
 
-    It saves ``every`` steps, never with 0.
+    Attributes:
+        until: the last step.
+        milestone: of a save; ``never``: none.
+        when: how often it is passed.
+        victim: the rank that dies.
+        every: steps between saves; 0: never.
+        background: save in the background.
     """
+
+    until: int
+    milestone: str = "never"
+    when: int = 1
+    victim: int = 0
+    every: int = EVERY
+    background: bool = False
+
+
+def rank_program(folder: Path, job: Job) -> None:
     import hpczero
     from tests.checkpoint.programs import Program
 
@@ -83,30 +99,26 @@ def rank_program(
     def at(name: str) -> None:
         nonlocal seen
         if name == "committed":
-            note(folder, {"committed": program.step if not background else None})
-        seen += name == milestone
-        if seen == when and name == milestone and topology.rank == victim:
+            note(folder, {"committed": program.step if not job.background else None})
+        seen += name == job.milestone
+        if seen == job.when and name == job.milestone and topology.rank == job.victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with program.checkpoints(
-        folder / "ckpt",
-        keep=3,
-        background=background,
-        writer="posix" if background else "auto",
-        at=at,
-    ) as checkpoints:
+    writer = "posix" if job.background else "auto"
+    options: dict[str, Any] = {"background": job.background, "writer": writer, "at": at}
+    with program.checkpoints(folder / "ckpt", keep=3, **options) as checkpoints:
         found = checkpoints.load()
         if found is not None:
-            program.scheduler.load_state_dict(found.extra["scheduler"])
+            program.take(found.extra)
             program.step = found.step
         if topology.is_root:
             note(folder, {"began": program.step, "pid": os.getpid()})
-        while program.step < until:
+        while program.step < job.until:
             (loss,) = program.train(1)
             if topology.is_root:
                 note(folder, {"step": program.step, "loss": loss.hex()})
             checkpoints.check()
-            if every and program.step % every == 0:
+            if job.every and program.step % job.every == 0:
                 checkpoints.save(program.step, program.extra())
     program.close()
     topology.free()
@@ -118,29 +130,11 @@ def note(folder: Path, what: dict[str, object]) -> None:
         file.write(json.dumps(what) + "\n")
 
 
-def run_job(
-    folder: Path,
-    until: int,
-    milestone: str,
-    when: int,
-    victim: int,
-    *,
-    every: int = EVERY,
-    background: bool = False,
-    kill_after_s: float = 0.0,
-) -> int:
-    """One job; its exit code. With ``kill_after_s`` rank 0 is killed so long after training has begun."""
+def run_job(folder: Path, job: Job, *, kill_after_s: float = 0.0) -> int:
+    """Its exit code. With ``kill_after_s`` rank 0 is killed so long after training has begun."""
     launch = os.fspath(ROOT / "install" / "launch.sh")
-    arguments = [folder, until, every, milestone, when, victim, int(background)]
-    command = [
-        launch,
-        str(RANKS),
-        sys.executable,
-        "-m",
-        "tests.checkpoint.soak",
-        "rank",
-        *map(str, arguments),
-    ]
+    program = ("-m", "tests.checkpoint.soak", "rank", str(folder), json.dumps(asdict(job)))
+    command = [launch, str(RANKS), sys.executable, *program]
     begun = len(notes(folder))
     environment = launch_environment(**BASE)
     with (folder / "stderr").open("w") as errors:
@@ -181,11 +175,8 @@ def notes(folder: Path) -> list[dict[str, object]]:
     path = folder / "notes.jsonl"
     if not path.exists():
         return []
-    found = []
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n") and line.startswith("{") and line.rstrip().endswith("}"):
-            found.append(json.loads(line))
-    return found
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")]
 
 
 def check(folder: Path) -> int:
@@ -196,12 +187,8 @@ def check(folder: Path) -> int:
         assert report.verdict is Verdict.SOUND, report.problems
     steps = [m.step for _, m in Folder(folder / "ckpt").valid()]
     newest = max(steps, default=0)
-    committed = max(
-        (int(str(n["committed"])) for n in notes(folder) if n.get("committed")), default=0
-    )
-    assert newest >= committed, (
-        f"step {committed} was committed, and the newest sound one is {newest}"
-    )
+    said = [int(str(n["committed"])) for n in notes(folder) if n.get("committed")]
+    assert newest >= max(said, default=0), f"{said} were committed, the newest sound one: {newest}"
     return newest
 
 
@@ -210,15 +197,14 @@ def check_losses(folder: Path, reference: Sequence[str]) -> None:
     for entry in notes(folder):
         if "loss" in entry:
             step = int(str(entry["step"]))
-            assert entry["loss"] == reference[step - 1], (
-                f"step {step}: {entry['loss']}, not {reference[step - 1]}"
-            )
+            pair = entry["loss"], reference[step - 1]
+            assert pair[0] == pair[1], f"step {step}: {pair}"
 
 
 def reference_losses(folder: Path, steps: int) -> list[str]:
     """Of a run nobody kills, and which saves nothing."""
     folder.mkdir()
-    code = run_job(folder, steps, "never", 1, 0, every=0)
+    code = run_job(folder, Job(steps, every=0))
     assert code == 0, (folder / "stderr").read_text()
     return [str(n["loss"]) for n in notes(folder) if "loss" in n]
 
@@ -231,40 +217,30 @@ def soak(options: Options, *, steps_per_kill: int = 30) -> str:
         folder = Path(name) / "run"
         folder.mkdir()
         reference: list[str] = []
-        until = 0
         for number in range(options.kills):
             newest = check(folder)
-            until = newest + steps_per_kill
-            milestone, after = "never", 0.0
+            milestone, after, until = "never", 0.0, 10**6
             if dice.random() < options.at_milestones:
                 milestone = options.milestones[number % len(options.milestones)]
-                at_milestones += 1
+                at_milestones, until = at_milestones + 1, newest + steps_per_kill
             else:
                 after = dice.uniform(0.001, 0.6)
                 by_time += 1
             on_any_rank = milestone.startswith("wrote") or milestone == "closed"
             victim = dice.randrange(RANKS) if on_any_rank else 0
-            code = run_job(
-                folder,
-                until if milestone != "never" else 10**6,
-                milestone,
-                dice.randint(1, 3),
-                victim,
-                background=options.background,
-                kill_after_s=after,
-            )
+            job = Job(until, milestone, dice.randint(1, 3), victim, background=options.background)
+            code = run_job(folder, job, kill_after_s=after)
             assert code != 0, f"kill {number}: the job ended well"
             if check(folder) + 50 > len(reference):
                 ahead = min(500, 70 + 8 * (options.kills - number))
-                reference = reference_losses(
-                    Path(name) / f"reference{number}", check(folder) + ahead
-                )
+                place = Path(name) / f"reference{number}"
+                reference = reference_losses(place, check(folder) + ahead)
             check_losses(folder, reference)
             began = [int(str(n["began"])) for n in notes(folder) if "began" in n]
             assert not began or began[-1] >= newest, (began[-1], newest)
             if sys.stderr.isatty() or number % 20 == 0:
                 sys.stderr.write(f"soak: {number + 1} killed, newest {check(folder)}\n")
-        code = run_job(folder, check(folder) + 4, "never", 1, 0, background=options.background)
+        code = run_job(folder, Job(check(folder) + 4, background=options.background))
         assert code == 0, (folder / "stderr").read_text()
         check_losses(folder, reference)
         newest = check(folder)
@@ -278,9 +254,7 @@ def soak(options: Options, *, steps_per_kill: int = 30) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["rank"]:
-        folder, until, every, milestone, when, victim, background = sys.argv[2:]
-        numbers = int(when), int(victim)
-        rank_program(Path(folder), int(until), int(every), milestone, *numbers, background == "1")
+        rank_program(Path(sys.argv[2]), Job(**json.loads(sys.argv[3])))
         return
     sys.stdout.write(soak(tyro.cli(Options)) + "\n")
 

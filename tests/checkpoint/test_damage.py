@@ -107,9 +107,7 @@ def test_a_flip_in_any_dataset_is_refused_and_named_and_the_model_stays(
 def damaged(comm: MPI.Intracomm, path: Path, name: str) -> Iterator[None]:
     """The checkpoint ``path`` has come to harm ``name`` inside, on all ranks."""
     with repaired_after(path) if comm.rank == 0 else nullcontext():
-        if comm.rank == 0:
-            DAMAGES[name](path)
-        comm.Barrier()
+        on_root(comm, DAMAGES[name], path)
         yield
         comm.Barrier()
     comm.Barrier()

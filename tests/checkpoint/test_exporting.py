@@ -120,7 +120,8 @@ def damage(path: Path) -> None:
 def test_damaged_checkpoint_is_not_exported(tmp_path: Path, name: Any) -> None:
     path = checkpoint(tmp_path / "run", state())
     damage(path)
-    with pytest.raises(CorruptCheckpoint, match=r"/state/master \(first.weight\[0:91\], large.w"):
+    said = r"/state/master \(first.weight\[0:91\], large.weight"
+    with pytest.raises(CorruptCheckpoint, match=said):
         export(path, tmp_path / "exported" / "out", WeightsForm(format=name))
     assert list((tmp_path / "exported").iterdir()) == []
 
@@ -233,7 +234,8 @@ def test_heads_are_asked_for_where_nothing_tells(tmp_path: Path) -> None:
 def test_other_models_are_no_gpt2(tmp_path: Path) -> None:
     model = tiny_gpt(positions="rotary", hidden=20)
     rotary = gpt_checkpoint(tmp_path / "a", model, heads=2, positions="rotary")
-    with pytest.raises(ConfigError, match=r"'rotary', expected 'learned'; give --layout transf"):
+    said = r"'rotary', expected 'learned'; give --layout transformers"
+    with pytest.raises(ConfigError, match=said):
         export(rotary, tmp_path / "out", WeightsForm(layout="gpt2"))
     more = {**dict(tiny_gpt().named_parameters()), "calls": torch.tensor(1)}
     other = checkpoint(tmp_path / "b", more)

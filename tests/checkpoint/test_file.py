@@ -43,8 +43,10 @@ def tool(*command: str | os.PathLike[str]) -> str:
 def test_h5dump_shows_what_is_in_it(tmp_path: Path) -> None:
     path = golden_copy(tmp_path)
     text = tool("h5dump", "-H", path / STATE_FILE)
-    shown = ('ATTRIBUTE "format_version"', 'ATTRIBUTE "meta"', 'GROUP "params"', '"exp_avg_sq"')
-    assert all(name in text for name in shown)
+    assert 'ATTRIBUTE "format_version"' in text
+    assert 'ATTRIBUTE "meta"' in text
+    assert 'GROUP "params"' in text
+    assert 'DATASET "exp_avg_sq"' in text
     master = tool("h5dump", "-d", "/state/master", "-w", "1", "-y", path / STATE_FILE)
     lines = [line.strip(" ,") for line in master.partition("DATA {")[2].splitlines()]
     found = [float(line) for line in lines if line and line != "}"]

@@ -267,10 +267,11 @@ def test_values_that_fp32_cannot_hold_are_not_made_infinite(tmp_path: Path) -> N
 
 
 LARGE = {"head.weight": torch.full((7, 13), 1e300, dtype=torch.float64)}
+HALF, BETWEEN = {"frozen.bias": torch.full((13,), 7e4)}, {"calls": torch.tensor(17.5)}
 UNFIT: dict[str, tuple[str, dict[str, Tensor], str]] = {
     "large": ("fp32", LARGE, r"'head.weight' holds 1e\+300, which torch.float32 cannot"),
-    "half": ("fp16", {"frozen.bias": torch.full((13,), 7e4)}, "holds 70000, which torch.float16"),
-    "between": ("fp32", {"calls": torch.tensor(17.5)}, "'calls' holds 17.5, which torch.int64 can"),
+    "half": ("fp16", HALF, "frozen.bias.* holds 70000, which torch.float16 cannot"),
+    "between": ("fp32", BETWEEN, "'calls' holds 17.5, which torch.int64 cannot"),
 }
 
 

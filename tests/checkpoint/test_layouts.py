@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hpczero
 from hpczero.checkpoint import Checkpoints, exchange, held
 from hpczero.checkpoint.__main__ import Verdict, verify
+from hpczero.models import GPT, GPTConfig
+from hpczero.parallel import close, cut, gpt_rule, gpt_stages, split
 from hpczero.plan.offload import Offload
 from tests.checkpoint.layouts import (
     Program,
@@ -20,9 +23,12 @@ from tests.checkpoint.layouts import (
     described,
     first_ranks,
     part_of,
+    program_of,
     trained_by_torch,
 )
+from tests.checkpoint.programs import two_groups
 from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import same_state
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -91,12 +97,10 @@ def differences(program: Program, expected: dict[str, dict[str, Tensor]]) -> lis
 @pytest.fixture
 def origin(comm: MPI.Intracomm, folder: Path) -> Path:
     """A checkpoint that one process has written."""
-    with first_ranks(comm, {}) as topology:
-        if topology is not None:
-            program = Program(topology)
+    with program_of(comm, {}) as program:
+        if program is not None:
             program.train(STEPS)
             save(program, folder / "origin")
-            program.close()
     return folder / "origin" / f"step-{STEPS:09d}"
 
 
@@ -109,12 +113,10 @@ STAGES = {name: next(STAGE) for name in LAYOUTS}
 def test_what_a_layout_has_trained_is_the_file_of_one_process(
     comm: MPI.Intracomm, folder: Path, origin: Path, layout: str
 ) -> None:
-    with first_ranks(comm, LAYOUTS[layout]) as topology:
-        if topology is not None:
-            program = Program(topology, stage=STAGES[layout])
+    with program_of(comm, LAYOUTS[layout], stage=STAGES[layout]) as program:
+        if program is not None:
             program.train(STEPS)
             save(program, folder / layout)
-            program.close()
     parallel_assert(comm, contents(folder / layout / origin.name) == contents(origin))
     parallel_assert(comm, described(folder / layout / origin.name) == described(origin))
 
@@ -123,9 +125,7 @@ def test_what_a_layout_has_trained_is_the_file_of_one_process(
 def test_stages_that_have_layers_in_turn_write_the_same_file(
     comm: MPI.Intracomm, folder: Path, origin: Path
 ) -> None:
-    with first_ranks(comm, {"pipeline": comm.size}) as topology:
-        assert topology is not None
-        program = Program(topology, stage=1, in_turn=True)
+    with program_of(comm, {"pipeline": comm.size}, stage=1, in_turn=True) as program:
         program.train(STEPS)
         path = save(program, folder / "mine")
         wrong = differences(program, trained_by_torch(STEPS))
@@ -137,7 +137,6 @@ def test_stages_that_have_layers_in_turn_write_the_same_file(
             layer = int(name.split(".")[1])
             if not torch.equal(buffer, torch.full((layer + 1,), 0.5 + layer)):
                 wrong.append(name)
-        program.close()
     parallel_assert(comm, not wrong, str(wrong))
     parallel_assert(comm, contents(path) == contents(origin))
     parallel_assert(comm, described(path) == described(origin))
@@ -156,16 +155,12 @@ def test_every_layout_goes_on_from_every_other(
         if contents(folder / layout / origin.name) != contents(origin):
             wrong.append(f"the file of {layout}")
     for layout, degrees in LAYOUTS.items():
-        with first_ranks(comm, degrees) as topology:
-            if topology is None:
-                continue
-            program = Program(topology, stage=(STAGES[layout] + 1) % 4)
-            for other in LAYOUTS:
+        with program_of(comm, degrees, stage=(STAGES[layout] + 1) % 4) as program:
+            for other in LAYOUTS if program is not None else ():
                 program.train(1)  # so that there is something to replace
                 source = folder / other / origin.name
                 hpczero.checkpoint.load(source, program.model, program.optimizer)
                 wrong += [f"{other} to {layout}: {t}" for t in differences(program, expected)]
-            program.close()
     parallel_assert(comm, not wrong, str(wrong))
 
 
@@ -180,17 +175,15 @@ def go_on(
     **options: Any,
 ) -> None:
     """Load ``source``, compare, and save it as ``target``."""
-    with first_ranks(comm, degrees) as topology:
-        if topology is not None:
-            options = {"stage": stage, "initialize": lambda name, t: t.fill_(5.0), **options}
-            program = Program(topology, **options)
+    options = {"stage": stage, "initialize": lambda name, t: t.fill_(5.0), **options}
+    with program_of(comm, degrees, **options) as program:
+        if program is not None:
             program.train(1)  # so that there is something to replace
             program.step = hpczero.checkpoint.load(source, program.model, program.optimizer).step
             wrong += [f"{degrees}: {text}" for text in differences(program, expected)]
             save(program, target)
             program.train(1)
             save(program, target)
-            program.close()
 
 
 WINDOW = 2**14
@@ -199,15 +192,7 @@ WINDOW = 2**14
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("medium", ["host", "disk"])
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "tensor2",
-        "tensor3",
-        "tensor4",
-        "tensor2_pipeline2",
-        "tensor2_shard2",
-        "pipeline2_replicate2",
-    ],
+    "layout", ["tensor3", "tensor4", "tensor2_pipeline2", "tensor2_shard2", "pipeline2_replicate2"]
 )
 def test_parts_on_a_tier_are_saved_and_loaded_as_those_in_memory(
     comm: MPI.Intracomm,
@@ -241,16 +226,12 @@ def test_parts_on_a_tier_are_saved_and_loaded_as_those_in_memory(
 def test_a_save_in_the_background_holds_the_values_of_its_step(
     comm: MPI.Intracomm, folder: Path, origin: Path, layout: str
 ) -> None:
-    with first_ranks(comm, LAYOUTS[layout]) as topology:
-        assert topology is not None
-        program = Program(topology, stage=2)
+    options: dict[str, Any] = {"slab_nbytes": SLAB_NBYTES, "background": True}
+    with program_of(comm, LAYOUTS[layout], stage=2) as program:
         program.train(STEPS)
-        with Checkpoints(
-            folder / "mine", program.model, slab_nbytes=SLAB_NBYTES, background=True
-        ) as saved:
+        with Checkpoints(folder / "mine", program.model, **options) as saved:
             saved.save(program.step, {"step": program.step})
             program.train(2)
-        program.close()
     parallel_assert(comm, contents(folder / "mine" / origin.name) == contents(origin))
     parallel_assert(comm, verify(folder / "mine" / origin.name).verdict is Verdict.SOUND)
 
@@ -276,3 +257,82 @@ def test_tensor_ranks_that_go_on_as_data_parallel_ranks_draw_different_numbers(
     parallel_assert(comm, together[0] == together[1] != together[2] == together[3], str(together))
     parallel_assert(comm, len(set(apart)) == 4, str(apart))
     parallel_assert(comm, {apart[0], apart[2]} == set(together), str((apart, together)))
+
+
+# --- models that hpczero itself cuts
+
+
+CUTS: list[tuple[dict[str, int], int]] = [
+    ({}, 1),
+    ({"tensor": 2}, 1),
+    ({"tensor": 3}, 1),
+    ({"pipeline": 2}, 2),
+    ({"tensor": 2, "pipeline": 2}, 1),
+    ({"tensor": 2, "replicate": 2}, 1),
+    ({"pipeline": 2, "shard": 2}, 1),
+]
+
+
+def config(*, tied: bool) -> GPTConfig:
+    """Heads and vocabulary that 2 and 3 ranks do not divide."""
+    return GPTConfig(
+        vocab_size=37, context=8, layers=4, hidden=20, heads=5, ffn_multiple=3, tie_embeddings=tied
+    )
+
+
+def built(
+    topology: hpczero.Topology, interleave: int, tied: bool, seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A GPT cut for the degrees of ``topology``, with an optimizer of two groups."""
+    sizes = config(tied=tied)
+    with torch.device("meta"):
+        model: nn.Module = GPT(sizes)
+        whole = GPT(sizes)
+    if topology.pipeline.size > 1:
+        cut(model, topology, gpt_stages(model), interleave=interleave)
+    split(model, topology, gpt_rule(sizes))
+    groups = two_groups(model.parameters())
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, foreach=False)
+    fill = partial(whole.initialize, seed=seed)
+    hpczero.zeroify(model, optimizer, topology=topology, stage=2, initialize=fill)
+    return model, optimizer
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gpt_is_saved_and_loaded_as_whole_by_every_layout(
+    comm: MPI.Intracomm, folder: Path, tied: bool
+) -> None:
+    """First values without a step, then what one process has trained."""
+    weights, wrong = None, []
+    with first_ranks(comm, {}) as topology:
+        if topology is not None:
+            model, optimizer = built(topology, 1, tied, seed=3)
+            hpczero.checkpoint.save(folder / "first", model, step=0)
+            for step in range(2):
+                tokens = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(step))
+                model(tokens[:, :-1], tokens[:, 1:]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            hpczero.checkpoint.save(folder / "second", model, step=2)
+            weights = hpczero.full_state_dict(model)
+            hpczero.release(model)
+    first, second = folder / "first" / "step-000000000", folder / "second" / "step-000000002"
+    for degrees, interleave in CUTS:
+        with first_ranks(comm, degrees) as topology:
+            if topology is None:
+                continue
+            model, _ = built(topology, interleave, tied, seed=3)
+            place = folder / "mine" / str(degrees)
+            path = hpczero.checkpoint.save(place, model, step=0)
+            if contents(path) != contents(first):
+                wrong.append(f"{degrees}: the file of first values")
+            hpczero.checkpoint.load(second, model)
+            path = hpczero.checkpoint.save(place, model, step=2)
+            if contents(path) != contents(second) or described(path) != described(second):
+                wrong.append(f"{degrees}: the file")
+            if not same_state(hpczero.full_state_dict(model), weights):
+                wrong.append(f"{degrees}: the weights")
+            hpczero.release(model)
+            close(model)
+    parallel_assert(comm, not wrong, str(wrong))

@@ -32,6 +32,16 @@ def at(name):
 checkpoints = Checkpoints(folder, model, background=True, at=at, slab_nbytes=4096)
 """
 
+ENDS_MPI = """
+from mpi4py import MPI
+
+checkpoints = Checkpoints(
+    folder, model, background=True, at=lambda name: time.sleep(0.05), slab_nbytes=4096
+)
+checkpoints.save(7)
+MPI.Finalize()
+"""
+
 FAILS = """
 def at(name):
     if name == "created":
@@ -78,18 +88,6 @@ print("locked", len(list(folder.glob(".lock-*"))), flush=True)
 """
 
 
-ENDS_MPI = """
-import time
-from mpi4py import MPI
-
-checkpoints = Checkpoints(
-    folder, model, background=True, at=lambda name: time.sleep(0.05), slab_nbytes=4096
-)
-checkpoints.save(7)
-MPI.Finalize()
-"""
-
-
 def job_of(text: str, folder: Path, ranks: int) -> Finished:
     """PROGRAM and ``text``, run to their end; checkpoints are in ``folder / "ckpt"``."""
     program = folder / "program.py"
@@ -97,29 +95,21 @@ def job_of(text: str, folder: Path, ranks: int) -> Finished:
     return run_ranks(ranks, [program, folder / "ckpt"], timeout=60)
 
 
+ENDS = {
+    "the last line": f"{AFTER_THE_LAST_LINE}checkpoints.save(7)\n",
+    "an exit in the block": f"{AFTER_THE_LAST_LINE}with checkpoints:\n    checkpoints.save(7)\n    sys.exit()\n",
+    "an end of MPI": ENDS_MPI,
+}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("end", ["the last line", "an exit in the block"])
+@pytest.mark.parametrize("end", ENDS)
 def test_a_program_that_ends_with_a_save_in_flight_leaves_a_whole_checkpoint(
     tmp_path: Path, ranks: int, end: str
 ) -> None:
-    last = (
-        "checkpoints.save(7)\n"
-        if end == "the last line"
-        else "with checkpoints:\n    checkpoints.save(7)\n    sys.exit()\n"
-    )
-    job = job_of(AFTER_THE_LAST_LINE + last, tmp_path, ranks)
+    job = job_of(ENDS[end], tmp_path, ranks)
     assert job.returncode == 0, job
     assert "shutdown" not in job.stderr, job
-    found = verify(tmp_path / "ckpt" / "step-000000007")
-    assert found.verdict is Verdict.SOUND, (found, job)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_program_that_ends_mpi_with_a_save_in_flight_leaves_a_whole_checkpoint(
-    tmp_path: Path, ranks: int
-) -> None:
-    job = job_of(ENDS_MPI, tmp_path, ranks)
-    assert job.returncode == 0, job
     found = verify(tmp_path / "ckpt" / "step-000000007")
     assert found.verdict is Verdict.SOUND, (found, job)
 

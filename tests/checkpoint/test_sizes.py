@@ -9,10 +9,11 @@ import pytest
 from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import BUFFERS, MASTER
-from tests.checkpoint.driver import MODELS, WRITERS
 from tests.checkpoint.programs import state_digests
+from tests.checkpoint.sizes_program import MODELS, WRITERS
 from tests.helpers.mpirun import run_ranks
 
+PROGRAM = ("-m", "tests.checkpoint.sizes_program")
 TIMEOUT_S = 200.0
 
 
@@ -24,7 +25,7 @@ TIMEOUT_S = 200.0
     ids=["romio", "ompio"],
 )
 def test_from_many_ranks_to_few_and_back(tmp_path: Path, mpi_io: str, sizes: list[int]) -> None:
-    arguments = ["-m", "tests.checkpoint.driver", str(tmp_path), *map(str, sizes[1:])]
+    arguments = [*PROGRAM, "values", str(tmp_path), *map(str, sizes[1:])]
     done = run_ranks(sizes[0], arguments, TIMEOUT_S, env={"OMPI_MCA_io": mpi_io})
     assert done.returncode == 0, done
     for model in MODELS:
@@ -44,8 +45,7 @@ def test_from_many_ranks_to_few_and_back(tmp_path: Path, mpi_io: str, sizes: lis
 @pytest.mark.limit(240)
 def test_a_training_passed_on_among_up_to_8_ranks_keeps_every_bit(tmp_path: Path) -> None:
     legs = ["4-3", "8-3", "5-1", "8-2", "3-0", "8-0", "2-2", "1-3"]
-    arguments = ["-m", "tests.checkpoint.sizes_program", str(tmp_path), *legs]
-    done = run_ranks(8, arguments, TIMEOUT_S)
+    done = run_ranks(8, [*PROGRAM, "training", str(tmp_path), *legs], TIMEOUT_S)
     assert done.returncode == 0, done
     first, *others = (state_digests(tmp_path / leg / "step-000000003") for leg in legs)
     assert set(first) == {MASTER, BUFFERS, "/state/exp_avg", "/state/exp_avg_sq"}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import safetensors.torch
@@ -11,9 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import hpczero
-from hpczero.errors import CheckpointMismatch, PlanError
+from hpczero.checkpoint.disk.folder import read_manifest
+from hpczero.checkpoint.disk.format import MASTER
+from hpczero.errors import CheckpointError, CheckpointMismatch, CorruptCheckpoint, PlanError
 from hpczero.plan.offload import Offload
+from hpczero.plan.placement import KEY, ModelPart
 from hpczero.zero.full_state import StateByUnit
+from tests.checkpoint.damage import datasets, flip_in
 from tests.checkpoint.layouts import (
     FROZEN,
     LAYERS,
@@ -23,10 +30,12 @@ from tests.checkpoint.layouts import (
     initialize,
     numbers,
     part_of,
+    program_of,
     trained_by_torch,
     whole_shapes,
 )
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.parallel import on_root, parallel_assert, told
+from tests.helpers.small_models import same_state, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,13 +53,6 @@ LAYOUTS = [
 ]
 
 
-def fits(comm: MPI.Intracomm, degrees: dict[str, int]) -> bool:
-    size = 1
-    for degree in degrees.values():
-        size *= degree
-    return size <= comm.size
-
-
 def whole(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """With further names and buffers, as the whole model's ``state_dict()`` has them."""
     found = values | {alias: values[name] for alias, name in TIED.items()}
@@ -66,18 +68,15 @@ def unlike(found: dict[str, Tensor] | None, expected: dict[str, Tensor]) -> list
     return names + [n for n in expected if n in found and not torch.equal(found[n], expected[n])]
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_whole_state_is_that_of_one_process(
     comm: MPI.Intracomm, degrees: dict[str, int], stage: int
 ) -> None:
-    if not fits(comm, degrees):
-        return
     wrong: list[str] = []
-    with first_ranks(comm, degrees) as topology:
-        if topology is not None:
-            program = Program(topology, stage=stage)
+    with program_of(comm, degrees, stage=stage) as program:
+        if program is not None:
             program.train(2)
             found = hpczero.full_state_dict(program.model)
             by_unit = StateByUnit(program.model)
@@ -87,7 +86,7 @@ def test_the_whole_state_is_that_of_one_process(
                 numels.append(sum(value.numel() for _, value in pairs))
                 for stand, value in pairs:
                     collected |= {n: value.clone() for n, t in collected.items() if t is stand}
-            if topology.is_root:
+            if program.topology.is_root:
                 expected = whole({n: v["values"] for n, v in trained_by_torch(2).items()})
                 wrong += unlike(found, expected) + unlike(collected, expected)
                 if found is not None and found["last.head"] is not found["first.table"]:
@@ -96,113 +95,95 @@ def test_the_whole_state_is_that_of_one_process(
                     wrong.append("not unit by unit")
             elif found is not None or by_unit.tensors is not None:
                 wrong.append("only rank 0 has it")
-            program.close()
     parallel_assert(comm, not wrong, str(wrong))
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 def test_whole_gradients_are_those_of_one_process_on_every_rank(
     comm: MPI.Intracomm, degrees: dict[str, int]
 ) -> None:
-    if not fits(comm, degrees):
-        return
     wrong: list[str] = []
-    with first_ranks(comm, degrees) as topology:
-        if topology is not None:
-            program = Program(topology, stage=2)
+    with program_of(comm, degrees, stage=2) as program:
+        if program is not None:
             before = hpczero.full_gradients(program.model)
             program.model(0).backward()
             expected = {n: numbers(n, "gradient 0") for n in whole_shapes() if n != FROZEN}
             found = {n: g for n, g in hpczero.full_gradients(program.model).items() if g.numel()}
             expected = {n: g for n, g in expected.items() if g.numel()}
             wrong = list(before) + unlike(found, expected)
-            program.close()
     parallel_assert(comm, not wrong, str(wrong))
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 def test_first_values_are_parts_of_the_same_whole_parameters_for_every_layout(
     comm: MPI.Intracomm, degrees: dict[str, int]
 ) -> None:
-    if not fits(comm, degrees):
-        return
-    wrong: list[str] = []
-    asked: list[tuple[str, tuple[int, ...]]] = []
-    with first_ranks(comm, degrees) as topology:
-        if topology is not None:
+    shapes, asked, wrong = whole_shapes(), [], []
 
-            def draw(name: str, tensor: Tensor) -> None:
-                asked.append((name, tuple(tensor.shape)))
-                initialize(name, tensor)
+    def draw(name: str, tensor: Tensor) -> None:
+        asked.append((name, tuple(tensor.shape)))
+        initialize(name, tensor)
 
-            program = Program(topology, stage=3, initialize=draw)
-            values = {name: {"values": numbers(name, "values")} for name in whole_shapes()}
+    values = {name: {"values": numbers(name, "values")} for name in shapes}
+    with program_of(comm, degrees, stage=3, initialize=draw) as program:
+        if program is not None:
             with hpczero.gathered(program.model):
                 for name, parameter in program.model.named_parameters():
                     expected = part_of(program, name, values, "values")
                     if not torch.equal(parameter.detach(), expected):
                         wrong.append(name)
-            shapes = whole_shapes()
-            wrong += [f"{name} as {shape}" for name, shape in asked if shapes[name][0] != shape]
-            program.close()
+    wrong += [f"{name} as {shape}" for name, shape in asked if shapes[name][0] != shape]
     parallel_assert(comm, not wrong, str(wrong))
 
 
+def refused(comm: MPI.Intracomm, degree: str, draw: Callable[[str, Tensor], None]) -> str:
+    """What a model says on this rank whose first values cannot be."""
+    with first_ranks(comm, {degree: comm.size}) as topology:
+        assert topology is not None
+        return told(PlanError, Program, topology, initialize=draw)
+
+
+DEGREES = pytest.mark.parametrize("degree", ["tensor", "pipeline", "replicate", "shard"])
+
+
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("degree", ["tensor", "pipeline", "replicate", "shard"])
+@DEGREES
 def test_other_values_on_one_rank_are_refused_on_all(comm: MPI.Intracomm, degree: str) -> None:
-    with first_ranks(comm, {degree: comm.size}) as topology:
-        assert topology is not None
+    def draw(name: str, tensor: Tensor) -> None:
+        initialize(name, tensor)
+        if comm.rank == comm.size - 1 and name == "first.table":
+            tensor[3, 1] += 1.0
 
-        def draw(name: str, tensor: Tensor) -> None:
-            initialize(name, tensor)
-            if topology.rank == comm.size - 1 and name == "first.table":
-                tensor[3, 1] += 1.0
-
-        said = ""
-        try:
-            Program(topology, initialize=draw)
-        except PlanError as error:
-            said = str(error)
-        wanted = {"tensor": "'first.table'", "pipeline": "tied parameter 'first.table'"}
-        parallel_assert(comm, wanted.get(degree, "different values for unit") in said, said)
+    said = refused(comm, degree, draw)
+    wanted = {"tensor": "'first.table'", "pipeline": "tied parameter 'first.table'"}
+    parallel_assert(comm, wanted.get(degree, "different values for unit") in said, said)
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("degree", ["tensor", "pipeline", "replicate", "shard"])
+@DEGREES
 def test_a_rank_that_cannot_draw_stops_all(comm: MPI.Intracomm, degree: str) -> None:
-    with first_ranks(comm, {degree: comm.size}) as topology:
-        assert topology is not None
+    def draw(name: str, tensor: Tensor) -> None:
+        if comm.rank == comm.size - 1 and (name.startswith("last") or degree != "pipeline"):
+            raise PlanError(f"no numbers for {name}")
+        initialize(name, tensor)
 
-        def draw(name: str, tensor: Tensor) -> None:
-            if topology.rank == comm.size - 1 and (name.startswith("last") or degree != "pipeline"):
-                raise PlanError(f"no numbers for {name}")
-            initialize(name, tensor)
-
-        said = ""
-        try:
-            Program(topology, initialize=draw)
-        except PlanError as error:
-            said = str(error)
-        parallel_assert(comm, f"rank(s) {comm.size - 1}" in said and "no numbers" in said, said)
+    said = refused(comm, degree, draw)
+    parallel_assert(comm, f"rank(s) {comm.size - 1}" in said and "no numbers" in said, said)
 
 
 @pytest.mark.ranks(2)
 def test_without_initialize_tensor_ranks_get_the_first_ones_whole_parameters(
     comm: MPI.Intracomm,
 ) -> None:
-    with first_ranks(comm, {"tensor": 2}) as topology:
-        assert topology is not None
-        program = Program(topology, initialize=None, made_by=topology.rank)
+    with program_of(comm, {"tensor": 2}, initialize=None, made_by=comm.rank) as program:
         same = True
         with hpczero.gathered(program.model):
             for name, parameter in program.model.named_parameters():
                 cut = program.model.placed[name].dim is not None
-                same &= bool((parameter == (topology.rank if cut else 0)).all())
+                same &= bool((parameter == (comm.rank if cut else 0)).all())
         parallel_assert(comm, same)
-        program.close()
 
 
 @pytest.mark.ranks(4)
@@ -226,29 +207,30 @@ def test_without_initialize_a_tied_weight_with_two_values_is_refused(comm: MPI.I
             Program(topology, initialize=None, made_by=topology.rank)
 
 
-@pytest.mark.ranks(2, 3, 4)
+def foreign() -> dict[str, Tensor]:
+    """Weights of a whole model."""
+    return whole({name: numbers(name, "foreign") for name in whole_shapes()})
+
+
+def write(file: Path, weights: dict[str, Tensor]) -> None:
+    plain = {n: v.clone() for n, v in weights.items() if n not in TIED}
+    safetensors.torch.save_file(plain, file)
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 @pytest.mark.parametrize("away", [False, True])
 def test_foreign_weights_reach_every_part(
     comm: MPI.Intracomm, folder: Path, degrees: dict[str, int], away: bool
 ) -> None:
-    if not fits(comm, degrees):
-        return
-    values = {name: numbers(name, "foreign") for name in whole_shapes()}
-    if comm.rank == 0:
-        plain = {n: v.clone() for n, v in whole(values).items() if n not in TIED}
-        safetensors.torch.save_file(plain, folder / "model.safetensors")
-    comm.Barrier()
+    on_root(comm, write, folder / "m.safetensors", foreign())
     wrong: list[str] = []
-    with first_ranks(comm, degrees) as topology:
-        if topology is not None:
-            offload = Offload("host", "host", "host", window=16384, buffers=4) if away else None
-            program = Program(topology, stage=3, offload=offload)
-            hpczero.checkpoint.import_weights(folder / "model.safetensors", program.model)
+    offload = Offload("host", "host", "host", window=16384, buffers=4) if away else None
+    with program_of(comm, degrees, stage=3, offload=offload) as program:
+        if program is not None:
+            hpczero.checkpoint.import_weights(folder / "m.safetensors", program.model)
             found = hpczero.full_state_dict(program.model)
-            if topology.is_root:
-                wrong += unlike(found, whole(values))
-            program.close()
+            wrong += unlike(found, foreign()) if program.topology.is_root else []
     parallel_assert(comm, not wrong, str(wrong))
 
 
@@ -256,21 +238,11 @@ def test_foreign_weights_reach_every_part(
 def test_foreign_weights_of_another_whole_model_are_refused(
     comm: MPI.Intracomm, folder: Path
 ) -> None:
-    if comm.rank == 0:
-        values = {name: numbers(name, "foreign") for name in whole_shapes()}
-        plain = whole(values) | {"first.table": torch.zeros(7, 6)}
-        safetensors.torch.save_file(
-            {n: v.clone() for n, v in plain.items() if n != "last.head"}, folder / "m.safetensors"
-        )
-    comm.Barrier()
-    with first_ranks(comm, {"tensor": 2}) as topology:
-        assert topology is not None
-        program = Program(topology)
-        with pytest.raises(
-            CheckpointMismatch, match=r"first.table is \(7, 6\).*\(13, 6\) in the model"
-        ):
-            hpczero.checkpoint.import_weights(folder / "m.safetensors", program.model)
-        program.close()
+    file = folder / "m.safetensors"
+    on_root(comm, write, file, foreign() | {"first.table": torch.zeros(7, 6)})
+    said = r"first.table is \(7, 6\).*\(13, 6\) in the model"
+    with program_of(comm, {"tensor": 2}) as program, pytest.raises(CheckpointMismatch, match=said):
+        hpczero.checkpoint.import_weights(file, program.model)
 
 
 @pytest.mark.ranks(2)
@@ -282,11 +254,151 @@ def test_a_state_dict_that_says_more_is_a_named_error(comm: MPI.Intracomm) -> No
         def set_extra_state(self, state: int) -> None:
             pass
 
-    with first_ranks(comm, {"pipeline": 2}) as topology:
-        assert topology is not None
-        program = Program(topology)
+    with program_of(comm, {"pipeline": 2}) as program:
         if comm.rank == 1:
             program.model.more = Counted()
         with pytest.raises(PlanError, match=r"more\._extra_state"):
             hpczero.full_state_dict(program.model)
-        program.close()
+
+
+# --- parts that make no whole model, and damage to the file of one
+
+
+Change = Callable[[ModelPart], ModelPart]
+
+
+def placed(name: str, **fields: Any) -> Change:
+    """Other ``fields`` in the placement of the parameter ``name``."""
+
+    def change(part: ModelPart) -> ModelPart:
+        found = part.placements.items()
+        other = {n: replace(p, **fields) if p.name == name else p for n, p in found}
+        return replace(part, placements=other)
+
+    return change
+
+
+def named(change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Change:
+    """Other names of the whole model."""
+    return lambda part: replace(part, names=change(part.names))
+
+
+def reversed_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names[::-1]
+
+
+AFTER, TABLE, PROJECTION = "blocks.1.after", "first.table", "blocks.1.projection"
+EVERY, LAST = "every rank", "the last rank"
+OTHER_NAMES = ("rank(s) 1", "where rank 0 has", TABLE)
+# The degree of 2, the ranks that differ, what of them, and words of the error.
+WRONG: dict[str, tuple[str, str, Change, tuple[str, ...]]] = {
+    "two copies": ("tensor", EVERY, placed(AFTER, counted=True), (repr(AFTER), "two tensor ranks")),
+    "no copy": ("tensor", EVERY, placed(AFTER, counted=False), (repr(AFTER), "hold 0 elements")),
+    "tied twice": ("pipeline", EVERY, placed(TABLE, counted=True), (TABLE, "hold 156 elements")),
+    "tied nowhere": ("pipeline", EVERY, placed(TABLE, counted=False), (TABLE, "hold 0 elements")),
+    "one part twice": (
+        "tensor",
+        EVERY,
+        placed("first.wide", part=0),
+        ("two tensor ranks hold part 0 of 2 and part 0", "'first.wide'"),
+    ),
+    "another shape": (
+        "tensor",
+        LAST,
+        placed(PROJECTION, shape=(9, 9)),
+        ("rank 1", f"{PROJECTION!r} is (5, 5)", "(9, 5)"),
+    ),
+    "names of tensor ranks": ("tensor", LAST, named(reversed_names), OTHER_NAMES),
+    "names of stages": ("pipeline", LAST, named(reversed_names), OTHER_NAMES),
+    "a name more": (
+        "pipeline",
+        EVERY,
+        named(lambda names: (*names, "blocks.9.more")),
+        ("no stage has blocks.9.more",),
+    ),
+    "a name less": (
+        "tensor",
+        EVERY,
+        named(lambda names: names[:-1]),
+        ("does not name last.scale",),
+    ),
+}
+
+
+def refused_both_ways(
+    comm: MPI.Intracomm, program: Any, folder: Path, said: tuple[str, ...]
+) -> None:
+    """A save and a load both raise one error, on every rank; nothing is written."""
+    save = partial(hpczero.checkpoint.save, folder / "never", step=1)
+    for call in (save, partial(hpczero.checkpoint.load, folder / "good")):
+        text = told(CheckpointError, call, model=program.model)
+        parallel_assert(comm, all(word in text for word in said), text)
+    assert not list((folder / "never").glob("step-*"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", WRONG)
+def test_parts_that_make_no_whole_model_are_refused(
+    comm: MPI.Intracomm, folder: Path, case: str
+) -> None:
+    degree, ranks, change, said = WRONG[case]
+    with program_of(comm, {degree: 2}) as program:
+        hpczero.checkpoint.save(folder / "good", program.model, step=1)
+        good = program.model.__dict__[KEY]
+        if ranks == EVERY or comm.rank == 1:
+            program.model.__dict__[KEY] = change(good)
+        refused_both_ways(comm, program, folder, said)
+        program.model.__dict__[KEY] = good
+        hpczero.checkpoint.load(folder / "good", program.model)
+
+
+@pytest.mark.ranks(2)
+def test_other_groups_of_the_optimizer_on_a_stage_are_refused(
+    comm: MPI.Intracomm, folder: Path
+) -> None:
+    with program_of(comm, {"pipeline": 2}) as program:
+        hpczero.checkpoint.save(folder / "good", program.model, step=1)
+        groups = program.optimizer.param_groups
+        if comm.rank == 1:
+            groups.append({**groups[0], "params": []})
+        refused_both_ways(comm, program, folder, ("3 group(s) of AdamW", "2 group(s) of AdamW"))
+    with program_of(comm, {"pipeline": 2}, swapped=comm.rank == 1) as program:
+        refused_both_ways(
+            comm, program, folder, ("'first.table'", "in group 1", "in group 0", "stage 1")
+        )
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("degree", ["tensor", "pipeline", "replicate"])
+def test_damage_is_named_and_leaves_every_part_as_it_was(
+    comm: MPI.Intracomm, folder: Path, degree: str
+) -> None:
+    with program_of(comm, {degree: comm.size}, stage=3) as program:
+        program.train(1)
+        path = hpczero.checkpoint.save(folder, program.model, step=1)
+        saved = hpczero.full_state_dict(program.model)
+        program.train(1)
+        later = hpczero.full_state_dict(program.model)
+        parallel_assert(comm, saved is None or not same_state(later, saved))
+        offset = read_manifest(path).table.named()["blocks.2.projection"].offset
+        (master,) = (each for each in datasets(path) if each.name == MASTER)
+        on_root(comm, flip_in, path, master, offset + 4)
+        with pytest.raises(CorruptCheckpoint, match=r"/state/master.*elements"):
+            hpczero.checkpoint.load(path, program.model)
+        parallel_assert(comm, same_state(hpczero.full_state_dict(program.model), later))
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_another_whole_model_is_refused_by_shape_and_name(
+    comm: MPI.Intracomm, folder: Path
+) -> None:
+    """That the whole shapes are compared, not those of parts."""
+    with first_ranks(comm, {}) as topology:
+        if topology is not None:
+            with zeroified(model := torch.nn.Linear(5, 7), None, topology=topology):
+                hpczero.checkpoint.save(folder, model, step=1)
+    with (
+        program_of(comm, {"tensor": 2}) as program,
+        pytest.raises(CheckpointMismatch, match=r"the checkpoint has no first\.table"),
+    ):
+        hpczero.checkpoint.load(folder, program.model)

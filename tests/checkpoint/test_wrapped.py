@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import hpczero
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.foreign.exporting import export
 from tests.checkpoint.damage import resigned
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import adamw, mlp_input, zeroified
 
 if TYPE_CHECKING:
@@ -62,22 +63,23 @@ class Block(nn.Module):
         self.calls = state
 
 
+def with_blocks(wrap: Any) -> Any:
+    model = Net()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrap(block)
+    return model
+
+
 def plain() -> Any:
     return Net()
 
 
 def wrapped() -> Any:
-    model = Net()
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(block)
-    return model
+    return with_blocks(checkpoint_wrapper)
 
 
 def compiled_blocks() -> Any:
-    model = Net()
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
-    return model
+    return with_blocks(partial(torch.compile, backend="eager"))
 
 
 def compiled() -> Any:
@@ -97,18 +99,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> float
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    "kinds",
     [(wrapped, plain), (compiled_blocks, plain), (compiled, plain), (plain, compiled_blocks)],
 )
 @pytest.mark.parametrize("parameters", ["all", "trained"])
 def test_wrappers_may_come_and_go_between_runs(
-    comm: MPI.Intracomm,
-    topology: hpczero.Topology,
-    folder: Path,
-    before: Any,
-    after: Any,
-    parameters: str,
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, kinds: Any, parameters: str
 ) -> None:
+    before, after = kinds
     with zeroified(model := before(), optimizer := adamw(model), stage=3, topology=topology):
         step(model, optimizer, comm.rank)
         blocks_of(model)[1].calls = 4
@@ -145,10 +143,8 @@ def test_file_with_names_of_wrapped_modules_loads(
         step(model, optimizer, comm.rank)
         path = hpczero.checkpoint.save(folder, model, step=1)
         expected = step(model, optimizer, comm.rank)
-    if comm.rank == 0:
-        resigned(path, as_before)
-        export(path, folder / "m.safetensors")
-    comm.Barrier()
+    on_root(comm, resigned, path, as_before)
+    on_root(comm, export, path, folder / "m.safetensors")
     parallel_assert(comm, "_orig_mod" in str(read_manifest(path).table))
     with zeroified(model := make(), optimizer := adamw(model), stage=3, topology=topology):
         hpczero.checkpoint.load(path, model)
@@ -162,11 +158,8 @@ def test_weights_of_a_compiled_model_are_imported(
     comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, after: Any
 ) -> None:
     expected = {name: value for name, value in Net().state_dict().items() if "extra" not in name}
-    if comm.rank == 0:
-        torch.save(
-            {f"_orig_mod.{name}": value for name, value in expected.items()}, folder / "m.pt"
-        )
-    comm.Barrier()
+    foreign = {f"_orig_mod.{name}": value for name, value in expected.items()}
+    on_root(comm, torch.save, foreign, folder / "m.pt")
     with zeroified(model := after(), None, topology=topology):
         hpczero.checkpoint.import_weights(folder / "m.pt", model)
         found = hpczero.full_state_dict(model) or {}
