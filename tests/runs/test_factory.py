@@ -107,98 +107,58 @@ REFUSED = {
     "--parallel.pipeline 2": "parallel.pipeline: Spiral does not say how Sequential is cut",
     "--parallel.context 2": "parallel.context: got 2, but samples of Spiral are no sequences",
 }
-WRONG = """
+# An attribute of the adapter, what it is instead, and what is told of it.
+KINDS = """
+build = lambda self: None -> Wrong.build() gave NoneType, expected a torch.nn.Module
+build = lambda self: torch.nn.Identity() -> gave a Identity in which no parameter requires gradients
+build = lambda self: torch.nn.Linear(2, 2).requires_grad_(False) -> gave a Linear in which no parameter requires
+samples = lambda self: None -> Wrong.samples() gave NoneType, expected two
+samples = lambda self: (1, 2, 3) -> Wrong.samples() gave tuple of 3, expected two
+samples = lambda self: ((numpy.ones((9, 2)), numpy.ones(9)), None) -> of Wrong: got a tuple with arrays of NumPy
+samples = lambda self: ([(torch.ones(n), 1) for n in range(24)], None) -> samples 0, 1, 2 ... cannot be stacked (stack
+loss = lambda self, model, points, labels: None -> loss of the adapter gave 'NoneType', expected a tensor of one element
+loss = lambda self, model, points, labels: model(points) -> loss of the adapter gave a tensor of shape (6, 2), expected
+loss = lambda self, model, points, labels: model(points).detach().sum() -> a number that no parameter of the model has
+metric = lambda self, model, points, labels: labels -> metric of the adapter gave a tensor of shape (
+card = lambda self: {"of": object()} -> gave what no checkpoint can hold (Object of type object is not JSON
+card = lambda self: None -> gave what no checkpoint can hold ('NoneType' object is not iterable)
+card = lambda self: {"of": float("nan")} -> gave what no checkpoint can hold (Out of range float values
+context = 0 -> Wrong.context is 0, expected a whole number of at least 1
+context = 1.5 -> Wrong.context is 1.5, expected
+context = True -> Wrong.context is True, expected
+flops_per_token = 0 -> Wrong.flops_per_token is 0, expected a number above 0, or None
+flops_per_token = float("nan") -> Wrong.flops_per_token is nan, expected
+unit = "" -> Wrong.unit is '', expected a word
+metric_name = None -> Wrong.metric_name is None, expected a word
+reads_text = "no" -> Wrong.reads_text is 'no', expected True or False
+transformer = {"layers": 3} -> Wrong.transformer is dict, expected an hpczero.models.GPTConfig
+reads_text = launcher_rank() == 1 -> Wrong.reads_text is True, where rank 0 has False
+on_meta = launcher_rank() == 1 -> Wrong.on_meta is True, where rank 0 has False
+context = 1 + launcher_rank() -> Wrong.context is 2, where rank 0 has 1
+flops_per_token = 1.5 + launcher_rank() -> Wrong.flops_per_token is 2.5, where rank 0 has 1.5
+unit = f"sample {launcher_rank()}" -> Wrong.unit is 'sample 1', where rank 0 has 'sample 0'
+metric_name = "accuracy" if launcher_rank() else "" -> Wrong.metric_name is 'accuracy', where rank 0 has ''
+card = lambda self: {"of": ["a", launcher_rank()]} -> Wrong.card()['of'] is ['a', 1], where rank 0 has ['a', 0]
+card = lambda self: {"of": 1} if launcher_rank() else {} -> Wrong.card()['of'] is 1, where rank 0 has missing
+decays = lambda self, name, parameter: launcher_rank() == 1 -> built another model, optimizer, stage
+units = lambda self, model: [("0",)] if launcher_rank() else None -> the units that a rule makes of them
+initializer = lambda self, model, seed: filled if launcher_rank() else None -> What differs: initialize
+"""
+CHANGED, TOLD = zip(*(line.split(" -> ") for line in KINDS.strip().splitlines()), strict=True)
+WRONG = f"""
 import numpy, torch
 import mine
 from hpczero.errors import launcher_rank
-
-
 class Wrong(mine.Spiral):
     pass
-
-
 def filled(name, tensor):
     tensor.fill_(1)
-
-
 def build(kind):
-    gives = {
-        "no_module": ("build", lambda self: None),
-        "no_parameters": ("build", lambda self: torch.nn.Identity()),
-        "frozen": ("build", lambda self: torch.nn.Linear(2, 2).requires_grad_(False)),
-        "nothing": ("samples", lambda self: None),
-        "three": ("samples", lambda self: (1, 2, 3)),
-        "arrays": ("samples", lambda self: ((numpy.ones((9, 2)), numpy.ones(9)), None)),
-        "ragged": ("samples", lambda self: ([(torch.ones(n), 1) for n in range(24)], None)),
-        "loss_of_nothing": ("loss", lambda self, model, points, labels: None),
-        "loss_of_each": ("loss", lambda self, model, points, labels: model(points)),
-        "constant": ("loss", lambda self, model, points, labels: model(points).detach().sum()),
-        "card_of_objects": ("card", lambda self: {"of": object()}),
-        "no_card": ("card", lambda self: None),
-        "metric_of_each": ("metric", lambda self, model, points, labels: labels),
-        "card_with_nan": ("card", lambda self: {"of": float("nan")}),
-        "context_0": ("context", 0),
-        "context_half": ("context", 1.5),
-        "context_true": ("context", True),
-        "flops_0": ("flops_per_token", 0),
-        "flops_nan": ("flops_per_token", float("nan")),
-        "unit": ("unit", ""),
-        "metric_name": ("metric_name", None),
-        "reads_text": ("reads_text", "no"),
-        "transformer": ("transformer", {"layers": 3}),
-        "other_reads_text": ("reads_text", launcher_rank() == 1),
-        "other_meta": ("on_meta", launcher_rank() == 1),
-        "other_context": ("context", 1 + launcher_rank()),
-        "other_flops": ("flops_per_token", 1.5 + launcher_rank()),
-        "other_unit": ("unit", f"sample {launcher_rank()}"),
-        "other_metric": ("metric_name", "accuracy" if launcher_rank() else ""),
-        "other_card": ("card", lambda self: {"of": ["a", launcher_rank()]}),
-        "more_card": ("card", lambda self: {"of": 1} if launcher_rank() else {}),
-        "other_decay": ("decays", lambda self, name, parameter: launcher_rank() == 1),
-        "other_units": ("units", lambda self, model: [("0",)] if launcher_rank() else None),
-        "other_values": ("initializer", lambda self, model, seed: filled if launcher_rank() else None),
-    }
-    name, method = gives[kind]
-    return type("Wrong", (Wrong,), {name: method})(4)
+    attribute, _, value = {CHANGED!r}[kind].partition(" = ")
+    return type("Wrong", (Wrong,), {{attribute: eval(value)}})(4)
 """
-KINDS = {
-    "no_module": "Wrong.build() gave NoneType, expected a torch.nn.Module",
-    "no_parameters": "gave a Identity in which no parameter requires gradients",
-    "frozen": "gave a Linear in which no parameter requires gradients",
-    "nothing": "Wrong.samples() gave NoneType, expected two",
-    "three": "Wrong.samples() gave tuple of 3, expected two",
-    "arrays": "training set of Wrong: got a tuple with arrays of NumPy",
-    "ragged": "training set of Wrong: samples 0, 1, 2 ... cannot be stacked (stack expects each",
-    "loss_of_nothing": "loss of the adapter gave 'NoneType', expected a tensor of one element",
-    "loss_of_each": "loss of the adapter gave a tensor of shape (6, 2), expected",
-    "constant": "loss gave a number that no parameter of the model has a part in",
-    "card_of_objects": "gave what no checkpoint can hold (Object of type object is not JSON",
-    "no_card": "gave what no checkpoint can hold ('NoneType' object is not iterable)",
-    "metric_of_each": "metric of the adapter gave a tensor of shape (",
-    "card_with_nan": "gave what no checkpoint can hold (Out of range float values",
-    "context_0": "Wrong.context is 0, expected a whole number of at least 1",
-    "context_half": "Wrong.context is 1.5, expected",
-    "context_true": "Wrong.context is True, expected",
-    "flops_0": "Wrong.flops_per_token is 0, expected a number above 0, or None",
-    "flops_nan": "Wrong.flops_per_token is nan, expected",
-    "unit": "Wrong.unit is '', expected a word",
-    "metric_name": "Wrong.metric_name is None, expected a word",
-    "reads_text": "Wrong.reads_text is 'no', expected True or False",
-    "transformer": "Wrong.transformer is dict, expected an hpczero.models.GPTConfig",
-    "other_reads_text": "Wrong.reads_text is True, where rank 0 has False",
-    "other_meta": "Wrong.on_meta is True, where rank 0 has False",
-    "other_context": "Wrong.context is 2, where rank 0 has 1",
-    "other_flops": "Wrong.flops_per_token is 2.5, where rank 0 has 1.5",
-    "other_unit": "Wrong.unit is 'sample 1', where rank 0 has 'sample 0'",
-    "other_metric": "Wrong.metric_name is 'accuracy', where rank 0 has ''",
-    "other_card": "Wrong.card()['of'] is ['a', 1], where rank 0 has ['a', 0]",
-    "more_card": "Wrong.card()['of'] is 1, where rank 0 has missing",
-    "other_decay": "built another model, optimizer, stage",
-    "other_units": "the units that a rule makes of them",
-    "other_values": "What differs: initialize",
-}
 START = "--model.factory wrong:build --train.steps 1 --run.folder started --run.overwrite true"
-REFUSED |= {f'{START} --model.arguments {{"kind":"{kind}"}}': told for kind, told in KINDS.items()}
+REFUSED |= {f'{START} --model.arguments {{"kind":{n}}}': told for n, told in enumerate(TOLD)}
 ALL = """
 import json, shlex, sys
 from hpczero.accelerator import choose_accelerator
