@@ -224,16 +224,9 @@ TABLE = {
     ),
     "python -m scaling.simulate": Verdict(after="--model gpt2 --ranks 16 --ranks_per_node 8"),
     "python -m scaling.hostcost": Verdict(after="--model gpt2 --ranks 64 --ranks_per_node 8"),
-    "python -m scaling.layouts": Verdict("parse"),
-    "python -m scaling.overhead": Verdict("parse"),
-    "python -m scaling.parallel": Verdict("parse"),
     "python -m scaling.sweep layouts": Verdict("parse", after="--layouts plain"),
-    "python -m scaling.peers": Verdict("parse"),
-    "python -m scaling.start": Verdict("parse"),
-    "python -m scaling.checkpoint": Verdict("parse"),
     "python -m scaling.gpu": Verdict(after="--twin --checks kernels", needs="GPU"),
     "python -m scaling.sweep": Verdict("parse", after="weak"),
-    "python -m scaling.sweep weak": Verdict("parse"),
     "python -m scaling.sweep strong --models gpt-8x512 --stages 0 3 --ranks 1 2 --batches 8": Verdict(
         before="HPCZERO_LAUNCH=$PWD/short-probe ", after=STUDY
     ),
@@ -246,7 +239,6 @@ TABLE = {
         before=f"ls runs/sweep/sweep-*.jsonl || python -m scaling.sweep weak --ranks 1 {STUDY} && ",
         shows="page in report.html",
     ),
-    "python -m scaling.predict --check": Verdict("parse"),
     "python -m scaling.predict --layouts 400": Verdict(
         "type", instead=("--layouts 400", "--layouts 16"), shows="dgx-h100"
     ),
@@ -254,6 +246,17 @@ TABLE = {
 }
 
 TABLE.update(dict.fromkeys(examples.COMMANDS, Verdict("elsewhere")))
+PARSED = [
+    "layouts",
+    "overhead",
+    "parallel",
+    "peers",
+    "start",
+    "checkpoint",
+    "sweep weak",
+    "predict --check",
+]
+TABLE.update({f"python -m scaling.{words}": Verdict("parse") for words in PARSED})
 
 SHOWN = [shown for page in PAGES for shown in commands_of(page)]
 ONCE = list({shown.text: shown for shown in SHOWN}.values())
