@@ -17,16 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import HpcZeroError, run
-from scaling.evidence.harness import (
-    Common,
-    Report,
-    at_least,
-    on_ranks,
-    options_of,
-    placement,
-    say,
-    seconds,
-)
+from scaling.evidence import harness
 from scaling.evidence.plot import Bar, draw_bars
 from scaling.evidence.record import Row, head_of, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table_of, with_spread
@@ -40,7 +31,7 @@ BACKENDS = ("bridge", "gloo")
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(harness.Common):
     """What to measure.
 
     Attributes:
@@ -54,15 +45,15 @@ class Options(Common):
     warm_up: int = 2
 
     def __post_init__(self) -> None:
-        at_least(self, mib=1, rounds=1, warm_up=1)
+        harness.at_least(self, mib=1, rounds=1, warm_up=1)
 
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
     said = "torch.distributed over MPI and gloo, in one run on one node; start it under mpirun."
-    return on_ranks(
-        options_of(Options, "bridge", said),
-        lambda topology, _: f"bridge-{placement(topology)}",
+    return harness.on_ranks(
+        harness.options_of(Options, "bridge", said),
+        lambda topology, _: f"bridge-{harness.placement(topology)}",
         measure,
         REPORT,
     )
@@ -76,7 +67,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     import hpczero.bridge
 
     load = topology.world.gather(os.getloadavg()[0])[0]
-    where = {"ranks": topology.size, "placement": placement(topology)}
+    where = {"ranks": topology.size, "placement": harness.placement(topology)}
     yield run_row(options, "rounds", load=load, **where)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of one node
     hpczero.bridge.init(topology.world.comm, timeout_s=0)
@@ -93,14 +84,14 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
             for backend in order.sample(BACKENDS, len(BACKENDS)):
                 case.refill()
                 spent = [0.0]
-                took = seconds(topology, partial(case.run, groups[backend], spent))
+                took = harness.seconds(topology, partial(case.run, groups[backend], spent))
                 cpu = sum(topology.gather(spent[0])) / topology.size
                 case.compare(backend)
                 if number >= 0:
                     what = {**case.words(), "backend": backend, "round": number}
                     yield {"kind": "call", **what, "seconds": took, "cpu_s": cpu}
         if topology.is_root and number >= 0:
-            say("bridge", f"round {number + 1} of {options.rounds} done")
+            harness.say("bridge", f"round {number + 1} of {options.rounds} done")
     dist.destroy_process_group()
 
 
@@ -211,7 +202,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars(bars, path, title=f"{most} MiB, {head['placement']}\n{where_and_when(head)}")
 
 
-REPORT = Report("torch.distributed over MPI, beside gloo", text, draw)
+REPORT = harness.Report("torch.distributed over MPI, beside gloo", text, draw)
 
 if __name__ == "__main__":
     run(main)

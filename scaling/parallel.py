@@ -134,7 +134,7 @@ def main() -> int:
     options = options_of(Options, "parallel", said)
     end_on_sigterm()
     name = f"parallel-{options.what.name}-{options.ranks}-{options.precision}"
-    record(options.path(name), measure(options, options.chosen), REPORT)
+    record(name, options.folder, measure(options, options.chosen), REPORT)
     return 0
 
 

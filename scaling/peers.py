@@ -19,14 +19,7 @@ from typing import Literal
 from hpczero.errors import ConfigError, run
 from hpczero.options.values import Transport
 from scaling.contenders import BEFORE, COMPILED, ENTRIES, FLOOR, Entry, find_entry, from_tree
-from scaling.contenders.ranks import (
-    PEERS_PYTHON,
-    Crew,
-    TurnOptions,
-    end_on_sigterm,
-    turns,
-    warm_up,
-)
+from scaling.contenders.ranks import PEERS_PYTHON, Crew, TurnOptions, end_on_sigterm, turns, warm_up
 from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.harness import Report, at_least, check_same_losses, options_of, record, say
 from scaling.evidence.host import available_nbytes
@@ -86,7 +79,7 @@ def main() -> int:
     options = options_of(Options, "peers", said)
     end_on_sigterm()
     entries = choose(options)
-    record(options.path(f"peers-{options.what.name}"), measure(options, entries), REPORT)
+    record(f"peers-{options.what.name}", options.folder, measure(options, entries), REPORT)
     return 0
 
 

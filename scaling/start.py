@@ -25,16 +25,7 @@ from typing import Literal
 
 from hpczero.errors import ConfigError, HpcZeroError, run
 from scaling.evidence.harness import Common, Report, at_least, in_turns, options_of, record
-from scaling.evidence.record import (
-    ROOT,
-    Row,
-    checkouts,
-    commit,
-    head_of,
-    of_kind,
-    path_of,
-    run_row,
-)
+from scaling.evidence.record import ROOT, Row, checkouts, commit, head_of, of_kind, run_row
 from scaling.evidence.spread import Spread, paired, table, with_spread
 
 LIMIT_S = 600.0
@@ -145,7 +136,7 @@ def main() -> int:
         "Seconds until a command says something, tells a mistake, shows its help, begins to train."
     )
     options = options_of(Options, "start", said)
-    record(path_of("start", options.results), measure(options), REPORT)
+    record("start", options.results, measure(options), REPORT)
     return 0
 
 

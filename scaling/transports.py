@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpczero.errors import ConfigError, HpcZeroError, run
 from scaling.contenders.workload import WORKLOADS
-from scaling.evidence.harness import (
-    OnNodes,
-    Report,
-    at_least,
-    in_turns,
-    on_ranks,
-    options_of,
-    placement,
-    seconds,
-)
+from scaling.evidence import harness
 from scaling.evidence.plot import Bar, draw_bars
 from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table_of, with_spread
@@ -34,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options(OnNodes):
+class Options(harness.OnNodes):
     """What to measure.
 
     Attributes:
@@ -59,7 +50,7 @@ class Options(OnNodes):
     link: str = ""
 
     def __post_init__(self) -> None:
-        at_least(self, rounds=1, warm_up=1)
+        harness.at_least(self, rounds=1, warm_up=1)
         if not self.transports or len(set(self.transports)) < len(self.transports):
             raise ConfigError(f"--transports: got {self.transports}, expected each at most once")
 
@@ -67,11 +58,11 @@ class Options(OnNodes):
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
     said = "Step time of one model over each transport, in one run; start it under mpirun or srun."
-    return on_ranks(options_of(Options, "transports", said), _name, measure, REPORT)
+    return harness.on_ranks(harness.options_of(Options, "transports", said), _name, measure, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:
-    return f"transports-{options.workload}-{placement(topology)}{options.suffix}"
+    return f"transports-{options.workload}-{harness.placement(topology)}{options.suffix}"
 
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
@@ -89,7 +80,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         options,
         "link stage rounds",
         ranks=topology.size,
-        placement=placement(topology),
+        placement=harness.placement(topology),
         emulated=bool(options.emulated),
         workload=workload.name,
         description=workload.describe(),
@@ -103,7 +94,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         contenders[name] = contender
         said = hpczero.sharding(contender.model).collectives.describe()
         yield {"kind": "transport", "transport": name, "description": said}
-    turns = in_turns(
+    turns = harness.in_turns(
         options.transports,
         options.rounds,
         random.Random(options.seed),
@@ -118,7 +109,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
             losses[name] = contenders[name].step(*samples)
 
         for name in turn:
-            took = seconds(topology, partial(step, name))
+            took = harness.seconds(topology, partial(step, name))
             if number >= 0:
                 yield {"kind": "step", "transport": name, "round": number, "seconds": took}
         found = {name: topology.gather(loss) for name, loss in sorted(losses.items())}
@@ -170,7 +161,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars({"ms per step": bars}, path, title=title)
 
 
-REPORT = Report("Transports between the ranks", text, draw)
+REPORT = harness.Report("Transports between the ranks", text, draw)
 
 if __name__ == "__main__":
     run(main)

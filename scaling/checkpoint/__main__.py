@@ -30,7 +30,7 @@ from scaling.contenders.ranks import Crew, end_on_sigterm
 from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.harness import Common, Report, at_least, in_turns, options_of, record, say
 from scaling.evidence.plot import Bar, draw_bars
-from scaling.evidence.record import HOME, Row, head_of, of_kind, path_of, run_row, where_and_when
+from scaling.evidence.record import HOME, Row, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table, table_of, with_spread
 
 BYTES_PER_PARAMETER = 12  # fp32 master and both moments of Adam
@@ -87,7 +87,7 @@ def main() -> int:
     )
     options = options_of(Options, "checkpoint", said)
     end_on_sigterm()
-    record(path_of(f"checkpoint-{options.what.name}", options.results), measure(options), REPORT)
+    record(f"checkpoint-{options.what.name}", options.results, measure(options), REPORT)
     return 0
 
 

@@ -17,26 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, run
-from scaling.evidence.harness import (
-    OnNodes,
-    Report,
-    at_least,
-    in_turns,
-    on_ranks,
-    options_of,
-    placement,
-    say,
-    seconds,
-)
+from scaling.evidence import harness
 from scaling.evidence.plot import Line, draw_lines
-from scaling.evidence.record import (
-    Row,
-    emulated,
-    head_of,
-    mpi_library,
-    run_row,
-    where_and_when,
-)
+from scaling.evidence.record import Row, emulated, head_of, mpi_library, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
 
 if TYPE_CHECKING:
@@ -48,7 +31,7 @@ TITLES = {"all_gather": "All-gather", "reduce_scatter": "Reduce-scatter"}
 
 
 @dataclass(frozen=True)
-class Options(OnNodes):
+class Options(harness.OnNodes):
     """What to measure.
 
     Attributes:
@@ -64,7 +47,7 @@ class Options(OnNodes):
     def __post_init__(self) -> None:
         if not self.sizes or any(size < 4 or size % 4 for size in self.sizes):
             raise ConfigError(f"--sizes: got {self.sizes}, expected bytes of fp32 shards")
-        at_least(self, rounds=1)
+        harness.at_least(self, rounds=1)
         if self.nic_gbit is not None and not 0 < self.nic_gbit < math.inf:
             raise ConfigError(f"--nic_gbit: got {self.nic_gbit}, expected a rate above 0")
 
@@ -72,12 +55,14 @@ class Options(OnNodes):
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
     said = "All-gather and reduce-scatter by every algorithm, in one run; start it under mpirun or srun."
-    return on_ranks(options_of(Options, "collectives", said), _name, measure, REPORT)
+    return harness.on_ranks(
+        harness.options_of(Options, "collectives", said), _name, measure, REPORT
+    )
 
 
 def _name(topology: Topology, options: Options) -> str:
     rate = f"-{options.nic_gbit or 0:g}gbit" if options.emulated else ""
-    return f"collectives-{placement(topology)}{options.suffix}{rate}"
+    return f"collectives-{harness.placement(topology)}{options.suffix}{rate}"
 
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
@@ -95,7 +80,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         mpi=mpi_library(),
         ranks=topology.size,
         nodes=topology.num_nodes,
-        placement=placement(topology),
+        placement=harness.placement(topology),
         emulated=bool(options.emulated),
         selection={"description": selection.describe(), **selection.as_json()},
     )
@@ -104,7 +89,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         with candidates(topology, size, selection) as found:
             for mover in found:
                 mover.call()  # connections, pages
-            for number, turn in in_turns(found, options.rounds, order):
+            for number, turn in harness.in_turns(found, options.rounds, order):
                 for mover in turn:
                     yield {
                         "kind": "call",
@@ -112,10 +97,10 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
                         "mover": mover.name,
                         "shard_nbytes": size,
                         "round": number,
-                        "seconds": seconds(topology, mover.call),
+                        "seconds": harness.seconds(topology, mover.call),
                     }
         if topology.is_root:
-            say("collectives", f"shards of {size:,} bytes done")
+            harness.say("collectives", f"shards of {size:,} bytes done")
 
 
 @dataclass(frozen=True)
@@ -272,7 +257,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:g} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:g} KiB"
 
 
-REPORT = Report("Collectives between nodes, beside the MPI library", text, draw)
+REPORT = harness.Report("Collectives between nodes, beside the MPI library", text, draw)
 
 if __name__ == "__main__":
     run(main)

@@ -92,6 +92,15 @@ def _window(
     whole.tensor.view(topology.size, -1)[topology.shard_index] = 1.0
     gradient.tensor.fill_(1.0)
 
+    gathers, exchanges = {"auto": auto}, {"auto": auto}
+    if topology.num_nodes > 1:  # else there is nothing to choose
+        fitting = [AlgorithmChoice(kind.name) for kind in GATHERS if kind.fits(topology.num_nodes)]
+        rounds = [AlgorithmChoice("pairwise", chunk) for chunk in LONGER]
+        for choice in (*fitting, *rounds):
+            gathers[choice.name] = Selection((choice,), DEFAULT.exchanges)
+        for choice in (DEFAULT.exchanges[0], *rounds, AlgorithmChoice("library", LONGER[-1])):
+            exchanges[choice.name] = Selection(DEFAULT.gathers, (choice,))
+
     def selected(mover: Mover, selection: Selection) -> Mover:
         def call() -> None:
             window.select(selection)
@@ -99,22 +108,10 @@ def _window(
 
         return Mover(mover.name, mover.operation, call)
 
-    def gather(name: str) -> Mover:
-        return _gather(f"window, {name}", window, whole.tensor)
-
-    def reduce(name: str) -> Mover:
-        return _reduce(f"window, {name}", window, gradient.tensor, out)
-
-    yield selected(gather("auto"), auto)
-    yield selected(reduce("auto"), auto)
-    if topology.num_nodes == 1:
-        return  # there is nothing to choose
-    fitting = [AlgorithmChoice(kind.name) for kind in GATHERS if kind.fits(topology.num_nodes)]
-    rounds = [AlgorithmChoice("pairwise", chunk) for chunk in LONGER]
-    for choice in (*fitting, *rounds):
-        yield selected(gather(choice.name), Selection((choice,), DEFAULT.exchanges))
-    for choice in (DEFAULT.exchanges[0], *rounds, AlgorithmChoice("library", LONGER[-1])):
-        yield selected(reduce(choice.name), Selection(DEFAULT.gathers, (choice,)))
+    for name, selection in gathers.items():
+        yield selected(_gather(f"window, {name}", window, whole.tensor), selection)
+    for name, selection in exchanges.items():
+        yield selected(_reduce(f"window, {name}", window, gradient.tensor, out), selection)
 
 
 def _gather(name: str, transport: Collectives, whole: torch.Tensor) -> Mover:

@@ -103,17 +103,19 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
-def batch(workload: Workload, *, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and the ones that follow them, each (sequences, context) int64, a function of step and rank alone.
+def drawn(seed: int | list[int], vocab_size: int, shape: int | tuple[int, int]) -> np.ndarray:
+    """Ids of tokens.
 
     Drawn with probability 1 / (1 + token), as in text, so that there is something to learn and wrong gradients show in
     the loss.
     """
-    weight = 1.0 / np.arange(1, workload.vocab_size + 1)
-    drawn = np.random.default_rng([SEED, step, rank]).choice(
-        workload.vocab_size,
-        size=(workload.sequences, workload.context + 1),
-        p=weight / weight.sum(),
-    )
-    samples = torch.from_numpy(drawn)
+    weight = 1.0 / np.arange(1, vocab_size + 1)
+    draw = np.random.default_rng(seed)
+    return draw.choice(vocab_size, size=shape, p=weight / weight.sum())
+
+
+def batch(workload: Workload, *, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens and the ones that follow them, each (sequences, context) int64, a function of step and rank alone."""
+    shape = workload.sequences, workload.context + 1
+    samples = torch.from_numpy(drawn([SEED, step, rank], workload.vocab_size, shape))
     return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()

@@ -29,7 +29,7 @@ from scaling.contenders import RANK_PROGRAM, Entry
 from scaling.contenders.workload import Workload
 from scaling.evidence.harness import Common, at_least, in_turns
 from scaling.evidence.host import machine_seconds, process_seconds
-from scaling.evidence.record import LAUNCH, ROOT, Row, path_of
+from scaling.evidence.record import LAUNCH, ROOT, Row
 
 PEERS_PYTHON = ROOT / ".venv" / "peers" / "bin" / "python"
 START_TIMEOUT_S = 180.0  # importing, connecting
@@ -205,9 +205,10 @@ class TurnOptions(Common):
         """(rounds, shortest turn in seconds) that are meant."""
         return (2, 0.05) if self.quick else (self.rounds, self.turn_s)
 
-    def path(self, name: str) -> Path:
-        """Of the rows."""
-        return path_of(name, self.results or ("runs/scaling" if self.quick else None))
+    @property
+    def folder(self) -> str | None:
+        """Of the results."""
+        return self.results or ("runs/scaling" if self.quick else None)
 
 
 @dataclass(frozen=True)

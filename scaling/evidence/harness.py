@@ -5,11 +5,12 @@ A measurement is a dataclass of options, a generator of rows, and a `Report` of 
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -95,6 +96,15 @@ def at_least(options: object, **least: int) -> None:
             raise ConfigError(f"--{name}: got {value}, expected at least {smallest}")
 
 
+def one_of(options: object, **known: Collection[object]) -> None:
+    """Refuse options that have no known value. Raises ConfigError: names the option, its value, and all known ones."""
+    for name, values in known.items():
+        value = getattr(options, name)
+        if value not in values:
+            names = ", ".join(map(str, values))
+            raise ConfigError(f"--{name}: got {value!r}, expected one of {names}")
+
+
 def say(program: str, line: str) -> None:
     """Progress, on stderr, so that stdout is the table alone."""
     sys.stderr.write(f"{program}: {line}\n")
@@ -164,8 +174,11 @@ def on_ranks(
     topology = start_topology(None)
     torch.set_num_threads(1)
     rows = measure(topology, options)
+    rows = itertools.chain(
+        [next(rows)], rows
+    )  # what is refused before the first row leaves no file
     if topology.is_root:
-        record(path_of(name(topology, options), options.results), rows, report)  # type: ignore[attr-defined]
+        record(name(topology, options), options.results, rows, report)  # type: ignore[attr-defined]
     else:
         for _ in rows:
             pass
@@ -173,8 +186,12 @@ def on_ranks(
     return 0
 
 
-def record(path: Path, rows: Iterator[Row], report: Report) -> list[Row]:
-    """Measure, which is to use up ``rows``; write them, print the table, draw the plot. Returns the rows."""
+def record(name: str, results: str | None, rows: Iterator[Row], report: Report) -> list[Row]:
+    """Measure, which is to use up ``rows``; write them, print the table, draw the plot. Returns the rows.
+
+    ``name`` and ``results`` are as of ``path_of``.
+    """
+    path = path_of(name, results)
     with Recorder(path) as recorder:
         for row in rows:
             recorder.write(row.pop("kind"), row)

@@ -38,18 +38,13 @@ def path_of(name: str, results: str | None) -> Path:
     return HOME / (results or "scaling/results") / machine_name() / f"{name}.jsonl"
 
 
-def unfinished(path: Path) -> Path:
-    """Where rows lie until all are measured."""
-    return path.with_name(f"{path.name}.unfinished")
-
-
 class Recorder:
     """Writes rows to ``path`` when the measurement is complete; until then they lie beside it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: list[Row] = []
-        self._unfinished = unfinished(path)
+        self._unfinished = path.with_name(f"{path.name}.unfinished")
 
     def __enter__(self) -> Recorder:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from scaling.evidence.record import Row, of_kind
 Round = TypeVar("Round")
 Key = TypeVar("Key")
 Shown = TypeVar("Shown")
+Value = TypeVar("Value")
 
 CONFIDENCE = 0.95
 
@@ -90,10 +91,10 @@ def paired(
 
 
 def by_round(
-    rows: list[Row], kind: str, key: Callable[[Row], Key], value: Callable[[Row], float]
-) -> dict[Key, dict[int, float]]:
+    rows: list[Row], kind: str, key: Callable[[Row], Key], value: Callable[[Row], Value]
+) -> dict[Key, dict[int, Value]]:
     """Of the rows of one kind the values by key and round, keys in the order in which they come first."""
-    found: dict[Key, dict[int, float]] = {}
+    found: dict[Key, dict[int, Value]] = {}
     for row in of_kind(rows, kind):
         found.setdefault(key(row), {})[row["round"]] = value(row)
     return found

@@ -32,6 +32,7 @@ CALLS = 300  # of a call whose cost to the host is taken
 WARM_UP = 20
 EXPORTED = {False: 512 * MIB, True: MIB}  # on a device, on the twin
 SMALL_NUMEL = 4096
+LIBRARIES = ("torch", "numpy", "mpi4py", "mpich", "h5py", "triton")
 COPIES = 10
 PRODUCT = {False: 8192, True: 256}  # rows of a square matrix
 PART_S, SLOW = 30.0, 4.0  # the most of a part; as many times that on the twin
@@ -60,14 +61,8 @@ def contact(*, twin: bool) -> Iterator[Row]:
 
 def _started(part: str, *, twin: bool) -> subprocess.Popen[str]:
     launch = launcher(2) if part == "ranks" else []
-    command = [
-        *launch,
-        sys.executable,
-        "-m",
-        "scaling.gpu.contact",
-        part,
-        *(["twin"] if twin else []),
-    ]
+    words = [part, "twin"] if twin else [part]
+    command = [*launch, sys.executable, "-m", "scaling.gpu.contact", *words]
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -117,12 +112,7 @@ def machine(accelerator: Accelerator | None, *, twin: bool) -> Iterator[Row]:
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "launchers": " ".join(filter(None, map(shutil.which, ("mpirun", "mpiexec", "srun")))),
         "compiler": shutil.which("cc") or "none",
-        "versions": ", ".join(
-            f"{name} {number}"
-            for name, number in versions(
-                "torch", "numpy", "mpi4py", "mpich", "h5py", "triton"
-            ).items()
-        ),
+        "versions": ", ".join(f"{name} {number}" for name, number in versions(*LIBRARIES).items()),
     }
     for name, value in found.items():
         yield {"tried": name, "found": str(value)}
@@ -141,17 +131,10 @@ def _said(*command: str) -> str:
 def kernel(accelerator: Accelerator, *, twin: bool) -> Iterator[Row]:
     """The sum's kernel is compiled, and has the host's bits, of subnormal numbers too."""
     start = time.perf_counter()
-    figures = (
-        None if twin else kernel_figures((2,), torch.bfloat16, torch.float32, accelerator.device)
-    )
-    took_s = time.perf_counter() - start
     if not twin:
-        yield {
-            "tried": "compile the sum",
-            "right": figures is not None,
-            "s": took_s,
-            **(figures or {}),
-        }
+        figures = kernel_figures((2,), torch.bfloat16, torch.float32, accelerator.device)
+        found = {"right": figures is not None, "s": time.perf_counter() - start}
+        yield {"tried": "compile the sum", **found, **(figures or {})}
     for numbers, size in (("normal", 1.0), ("subnormal", 2.0**-140)):
         generator = torch.Generator().manual_seed(0)
         few = [torch.randn(SMALL_NUMEL, generator=generator) * size for _ in range(2)]

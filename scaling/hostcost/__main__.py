@@ -21,14 +21,13 @@ from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.models.config import PRESETS, parameter_shapes
 from hpczero.plan.footprint import footprint_of
 from hpczero.plan.sizing import blockwise_plan
-from scaling.evidence.harness import Report, options_of, record, say
+from scaling.evidence.harness import Report, one_of, options_of, record, say
 from scaling.evidence.record import (
     Row,
     checkouts,
     commit,
     head_of,
     of_kind,
-    path_of,
     run_row,
     where_and_when,
 )
@@ -64,11 +63,7 @@ class Options:
     results: str | None = None
 
     def __post_init__(self) -> None:
-        if self.model not in PRESETS:
-            names = ", ".join(PRESETS)
-            raise ConfigError(f"--model: got {self.model!r}, expected one of {names}")
-        if self.precision not in ("fp32", "bf16", "fp16"):
-            raise ConfigError(f"--precision: got {self.precision!r}, expected fp32, bf16 or fp16")
+        one_of(self, model=PRESETS, precision=("fp32", "bf16", "fp16"))
         for ranks, local in product(self.ranks, self.ranks_per_node):
             if local < 1 or ranks < 2 * local or ranks % local:
                 raise ConfigError(
@@ -83,7 +78,7 @@ def main() -> int:
         "Host time and messages of a step of a large job, beside communicators that move nothing."
     )
     options = options_of(Options, "hostcost", said)
-    record(path_of("hostcost", options.results), measure(options), REPORT)
+    record("hostcost", options.results, measure(options), REPORT)
     return 0
 
 

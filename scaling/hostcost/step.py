@@ -241,6 +241,18 @@ def measure(model: str, precision: str, ranks: int, ranks_per_node: int) -> dict
     layouts = Counter((unit.layout.padded_numel, unit.layout.shard_numel) for unit in plan.units)
     sums, total, most = Sums(), defaultdict[str, float](float), layouts.most_common(1)[0][0]
     row: dict[str, Any] = {"ranks": ranks, "ranks_per_node": ranks_per_node}
+
+    def timed(call: Callable[[], object]) -> dict[str, float]:
+        sums.kernels = sums.operations = 0
+        sent, begin = messages(transport), time.thread_time()
+        call()
+        return {
+            "seconds": time.thread_time() - begin,
+            "messages": messages(transport) - sent,
+            "kernels": sums.kernels,
+            "operations": sums.operations,
+        }
+
     for (padded, shard), units in layouts.items():
         full = torch.empty(padded, dtype=dtype, device="meta")
         out = torch.empty(shard, dtype=torch.float32, device="meta")
@@ -248,21 +260,11 @@ def measure(model: str, precision: str, ranks: int, ranks_per_node: int) -> dict
         def gather(full: Tensor = full) -> dict[str, float]:
             for algorithm in transport._rails._gathers.values():
                 algorithm.free()
-            sent, begin = messages(transport), time.thread_time()
-            transport.all_gather(full, name="unit").wait()
-            seconds = time.thread_time() - begin
-            return {"seconds": seconds, "messages": messages(transport) - sent}
+            return timed(lambda: transport.all_gather(full, name="unit").wait())
 
         def reduce(full: Tensor = full, out: Tensor = out) -> dict[str, float]:
-            sums.kernels = sums.operations = 0
-            sent, begin = messages(transport), time.thread_time()
-            transport.reduce_scatter(full, out, scale=1.0, name="unit").wait()
-            return {
-                "seconds": time.thread_time() - begin,
-                "messages": messages(transport) - sent,
-                "kernels": sums.kernels,
-                "operations": sums.operations,
-            }
+            call = transport.reduce_scatter
+            return timed(lambda: call(full, out, scale=1.0, name="unit").wait())
 
         gathered, reduced = least(gather), least(reduce)
         total["gather_s"] += 2 * units * gathered["seconds"]

@@ -19,18 +19,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, run
-from scaling.evidence.harness import (
-    LOSS_TOLERANCE,
-    OnNodes,
-    Report,
-    at_least,
-    check_same_losses,
-    in_turns,
-    on_ranks,
-    options_of,
-    placement,
-    seconds,
-)
+from scaling.evidence import harness
 from scaling.evidence.plot import Bar, draw_bars
 from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
@@ -45,7 +34,7 @@ NEAR = 0.2  # how near idle time should be to what a simulation says
 
 
 @dataclass(frozen=True)
-class Options(Sizes, OnNodes):
+class Options(Sizes, harness.OnNodes):
     """What to measure.
 
     Attributes:
@@ -66,7 +55,7 @@ class Options(Sizes, OnNodes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, rounds=1, steps=1, warm_up=1)
+        harness.at_least(self, rounds=1, steps=1, warm_up=1)
         if not 0 <= self.rate_mbit < 1e9:
             raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected 0 or above")
 
@@ -76,12 +65,12 @@ def main() -> int:
     said = (
         "Step time of one model over layouts of ranks, in one run; start it under mpirun or srun."
     )
-    return on_ranks(options_of(Options, "layouts", said), _name, measure, REPORT)
+    return harness.on_ranks(harness.options_of(Options, "layouts", said), _name, measure, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:
     rate = f"-{options.rate_mbit:g}mbit" if options.rate_mbit else ""
-    return f"layouts-{placement(topology)}{options.suffix}{rate}"
+    return f"layouts-{harness.placement(topology)}{options.suffix}{rate}"
 
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
@@ -105,15 +94,15 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
                 f"--rate_mbit: got {options.rate_mbit:g}, but {SENT} is missing, where bytes are counted; expected a "
                 "job on hosts with that interface, or leave it out"
             )
-        cases = cases_on(topology.world.nodes, options.work, options.only)
+        cases = cases_on(topology.world.nodes, options, options.only)
     yield run_row(
         options,
         "rate_mbit rounds steps",
         ranks=topology.size,
-        placement=placement(topology),
+        placement=harness.placement(topology),
         emulated=bool(options.emulated),
-        tolerance=LOSS_TOLERANCE,
-        description=options.work.describe(),
+        tolerance=harness.LOSS_TOLERANCE,
+        description=options.describe(),
     )
     measured, _ = probe_job(topology, HostAccelerator(), dtype=torch.float32)
     nodes = topology.world.nodes
@@ -143,11 +132,11 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     _check(losses)
     program = "layouts" if topology.is_root else ""
     order = random.Random(options.seed)
-    for number, turn in in_turns([*trainings], options.rounds, order, program=program):
+    for number, turn in harness.in_turns([*trainings], options.rounds, order, program=program):
         for name in turn:
             training = trainings[name]
             before, waited = _sent(topology, options), training.passes.waited_s
-            took = seconds(
+            took = harness.seconds(
                 topology,
                 lambda t=training, name=name: losses[name].extend(t.steps(options.steps)),  # type: ignore[misc]
             )
@@ -181,7 +170,7 @@ def _check(losses: dict[str, list[float]]) -> None:
     """Every layout must have the same losses; all ranks see the same numbers, so all raise."""
     reference = next(iter(losses))
     for name, values in losses.items():
-        check_same_losses(name, values, reference, losses[reference])
+        harness.check_same_losses(name, values, reference, losses[reference])
 
 
 def agreement(
@@ -339,7 +328,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars(panels, path, title=title)
 
 
-REPORT = Report("Layouts of tensor, pipeline and data parallelism", text, draw)
+REPORT = harness.Report("Layouts of tensor, pipeline and data parallelism", text, draw)
 
 if __name__ == "__main__":
     run(main)

@@ -20,30 +20,14 @@ from scaling.evidence.harness import at_least
 
 
 @dataclass(frozen=True)
-class Work:
-    """What every layout trains."""
-
-    model: GPTConfig  # sizes
-    global_batch: int  # samples of a step
-    micro_batches: int  # of a pipeline's step; other layouts take all samples of a rank at once
-
-    def describe(self) -> str:
-        """One line for headings."""
-        return (
-            f"GPT {self.model.layers} x {self.model.hidden} ({parameter_count(self.model) / 1e6:.1f} M parameters), "
-            f"{self.global_batch} x {self.model.context} tokens a step"
-        )
-
-
-@dataclass(frozen=True)
 class Sizes:
-    """Of the model and of a step.
+    """What every layout trains.
 
     Attributes:
         layers, hidden, heads, vocabulary, context: of the model. It should be large beside its samples, so that the
             links show and not the cores.
         global_batch: samples of a step, the same in every layout.
-        micro_batches: of a pipeline's step.
+        micro_batches: of a pipeline's step; other layouts take all samples of a rank at once.
     """
 
     layers: int = 8
@@ -55,20 +39,25 @@ class Sizes:
     micro_batches: int = 8
 
     def __post_init__(self) -> None:
-        at_least(self, layers=1, hidden=1, heads=1, vocabulary=1, context=1)
-        at_least(self, global_batch=1, micro_batches=1)
+        names = "layers hidden heads vocabulary context global_batch micro_batches"
+        at_least(self, **dict.fromkeys(names.split(), 1))
 
     @property
-    def work(self) -> Work:
-        """What every layout trains."""
-        model = GPTConfig(
+    def model(self) -> GPTConfig:
+        return GPTConfig(
             vocab_size=self.vocabulary,
             context=self.context,
             layers=self.layers,
             hidden=self.hidden,
             heads=self.heads,
         )
-        return Work(model, self.global_batch, self.micro_batches)
+
+    def describe(self) -> str:
+        """One line for headings."""
+        return (
+            f"GPT {self.layers} x {self.hidden} ({parameter_count(self.model) / 1e6:.1f} M parameters), "
+            f"{self.global_batch} x {self.context} tokens a step"
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +67,7 @@ class Case:
     name: str  # in tables
     options: LayoutOptions  # degrees
     stage: int  # of ZeRO
-    work: Work  # what is trained
+    work: Sizes  # what is trained
     ranks: int  # of the job
     local: int  # ranks of a node
 
@@ -157,7 +146,7 @@ def spread_of(
     return replace(spread, transport=transport)
 
 
-def cases_of(work: Work, nodes: int, local: int) -> list[Case]:
+def cases_of(work: Sizes, nodes: int, local: int) -> list[Case]:
     """Layouts that one may choose among, for ``nodes`` of ``local`` ranks.
 
     Those that need several nodes, or several ranks on one, are left out where there are none.
@@ -181,7 +170,7 @@ def cases_of(work: Work, nodes: int, local: int) -> list[Case]:
     ]
 
 
-def cases_on(nodes: Sequence[Sequence[int]], work: Work, only: Sequence[int] = ()) -> list[Case]:
+def cases_on(nodes: Sequence[Sequence[int]], work: Sizes, only: Sequence[int] = ()) -> list[Case]:
     """Layouts for ranks that lie so, each known to be one that the model and the batch can be cut by.
 
     Args:

@@ -16,16 +16,8 @@ from statistics import median
 
 from hpczero.errors import ConfigError, run
 from hpczero.models.config import GPTConfig
-from scaling.evidence.harness import (
-    Common,
-    Report,
-    at_least,
-    check_same_losses,
-    in_turns,
-    options_of,
-    record,
-)
-from scaling.evidence.record import Row, head_of, of_kind, path_of, run_row, where_and_when
+from scaling.evidence import harness
+from scaling.evidence.record import Row, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
 
 TOLERANCE = 1e-5
@@ -33,7 +25,7 @@ GOALS = {"stage 0": 1.5, "stage 3": 1.9}  # of plain torch's thread time, at mos
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(harness.Common):
     """What to measure.
 
     Attributes:
@@ -51,7 +43,7 @@ class Options(Common):
     warm_up: int = 10
 
     def __post_init__(self) -> None:
-        at_least(self, layers=1, rounds=1, steps=1, warm_up=1)
+        harness.at_least(self, layers=1, rounds=1, steps=1, warm_up=1)
         if not self.stages or not set(self.stages) <= {0, 1, 2, 3}:
             raise ConfigError(f"--stages: got {self.stages}, expected some of 0, 1, 2, 3")
 
@@ -59,8 +51,8 @@ class Options(Common):
 def main() -> int:
     """Measure, write the rows, print the table."""
     said = "Thread time of a step with tiny tensors beside plain torch, on one rank."
-    options = options_of(Options, "overhead", said)
-    record(path_of(f"overhead-{options.layers}", options.results), measure(options), REPORT)
+    options = harness.options_of(Options, "overhead", said)
+    harness.record(f"overhead-{options.layers}", options.results, measure(options), REPORT)
     return 0
 
 
@@ -77,9 +69,9 @@ def measure(options: Options) -> Iterator[Row]:
     steppers = [Stepper(config, stage) for stage in (None, *options.stages)]
     losses = [[stepper.take()[1] for _ in range(options.warm_up)] for stepper in steppers]
     for stepper, mine in zip(steppers, losses, strict=True):
-        check_same_losses(stepper.name, mine, steppers[0].name, losses[0], TOLERANCE)
+        harness.check_same_losses(stepper.name, mine, steppers[0].name, losses[0], TOLERANCE)
         yield {"kind": "stepper", "name": stepper.name, "waits": stepper.waits()}
-    for number, turn in in_turns(steppers, options.rounds, random.Random(options.seed)):
+    for number, turn in harness.in_turns(steppers, options.rounds, random.Random(options.seed)):
         for stepper in turn:
             taken = [stepper.take()[0] for _ in range(options.steps)]
             seconds = {part: median(one[part] for one in taken) for part in taken[0]}
@@ -94,10 +86,7 @@ def text(rows: list[Row]) -> str:
     name = itemgetter("name")
     totals = by_round(rows, "turn", name, lambda row: sum(row["seconds"].values()))
     parts = list(next(of_kind(rows, "turn"))["seconds"])
-    by_part = {
-        part: by_round(rows, "turn", name, lambda row, part=part: row["seconds"][part])  # type: ignore[misc]
-        for part in parts
-    }
+    taken = by_round(rows, "turn", name, itemgetter("seconds"))
     cells = []
     for row in steppers:
         mine, goal = row["name"], GOALS.get(row["name"])
@@ -106,7 +95,10 @@ def text(rows: list[Row]) -> str:
         cells.append(
             [
                 mine,
-                *(f"{median(by_part[part][mine].values()) * 1e3:.2f}" for part in parts),
+                *(
+                    f"{median(each[part] for each in taken[mine].values()) * 1e3:.2f}"
+                    for part in parts
+                ),
                 with_spread(Spread.of(totals[mine].values()), 1, scale=1e3),
                 with_spread(ratio, 2),
                 f"{goal:g}" if goal else "–",
@@ -122,7 +114,7 @@ def text(rows: list[Row]) -> str:
     )
 
 
-REPORT = Report("What hpczero adds to a step", text)
+REPORT = harness.Report("What hpczero adds to a step", text)
 
 if __name__ == "__main__":
     run(main)

@@ -30,7 +30,7 @@ from scaling.contenders.ranks import end_on_sigterm
 from scaling.contenders.workload import find_model
 from scaling.evidence.harness import at_least, options_of, record
 from scaling.evidence.plot import Line, draw_lines
-from scaling.evidence.record import cores, path_of
+from scaling.evidence.record import cores
 from scaling.evidence.spread import table_of
 
 
@@ -228,8 +228,7 @@ def check(options: Options) -> int:
     end_on_sigterm()
     ranks = [size for size in (1, 2) if size <= cores()]
     rounds = measure(options.workloads, ranks, (0, 3), rounds=options.rounds, steps=options.steps)
-    path = path_of("predict-host", options.results or "runs/scaling")
-    rows = record(path, rounds, REPORT)
+    rows = record("predict-host", options.results or "runs/scaling", rounds, REPORT)
     return 0 if all(is_near(turns) for turns in points(rows).values()) else 1
 
 

@@ -25,8 +25,8 @@ from hpczero.plan.spread import Spread
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.predict.model import predict
-from scaling.evidence.harness import Report, at_least, options_of, record, say
-from scaling.evidence.record import Row, head_of, of_kind, path_of, run_row, where_and_when
+from scaling.evidence.harness import Report, at_least, one_of, options_of, record, say
+from scaling.evidence.record import Row, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import table_of
 from scaling.layouts.cases import spread_of
 
@@ -81,14 +81,8 @@ class Options:
     results: str | None = None
 
     def __post_init__(self) -> None:
-        if self.model not in PRESETS:
-            raise ConfigError(f"--model: got {self.model!r}, expected one of {', '.join(PRESETS)}")
-        if self.stage not in range(4):
-            raise ConfigError(f"--stage: got {self.stage}, expected 0, 1, 2 or 3")
-        if self.precision not in ("fp32", "bf16"):
-            raise ConfigError(
-                f"--precision: got {self.precision!r}, expected fp32 or bf16, whose steps none is skipped of"
-            )
+        # Steps in fp16 may be skipped.
+        one_of(self, model=PRESETS, stage=range(4), precision=("fp32", "bf16"))
         at_least(self, micro_batch=1, accumulation=1)
         if not self.message_us >= 0:
             raise ConfigError(f"--message_us: got {self.message_us}, expected 0 or above")
@@ -102,8 +96,8 @@ def main() -> int:
     options = options_of(Options, "simulate", said)
     machine = load_machine(options.machine)
     spreads = list(spreads_of(options, machine))  # refuses what cannot be, before all is built
-    path = path_of(f"simulate-{options.model}", options.results)
-    record(path, rows_of(options, machine, spreads), REPORT)
+    rows = rows_of(options, machine, spreads)
+    record(f"simulate-{options.model}", options.results, rows, REPORT)
     return 0
 
 

@@ -22,16 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.errors import ConfigError, run
-from scaling.evidence.harness import (
-    OnNodes,
-    Report,
-    at_least,
-    in_turns,
-    on_ranks,
-    options_of,
-    placement,
-    seconds,
-)
+from scaling.evidence import harness
 from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import table_of
 from scaling.layouts.cases import Case, Sizes, cases_on
@@ -51,7 +42,7 @@ NEAR = 0.2
 
 
 @dataclass(frozen=True)
-class Options(Sizes, OnNodes):
+class Options(Sizes, harness.OnNodes):
     """What to compare.
 
     Attributes:
@@ -70,7 +61,7 @@ class Options(Sizes, OnNodes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, rounds=1, steps=1, warm_up=1)
+        harness.at_least(self, rounds=1, steps=1, warm_up=1)
         if not 0 < self.rate_mbit < 1e9:
             raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected a number above 0")
 
@@ -80,11 +71,13 @@ def main() -> int:
     said = (
         "Measured steps of layouts beside simulated ones; start it under mpirun on emulated hosts."
     )
-    return on_ranks(options_of(Options, "simulate.check", said), _name, compare, REPORT)
+    return harness.on_ranks(
+        harness.options_of(Options, "simulate.check", said), _name, compare, REPORT
+    )
 
 
 def _name(topology: Topology, options: Options) -> str:
-    return f"simulate-{placement(topology)}{options.suffix}-{options.rate_mbit:g}mbit"
+    return f"simulate-{harness.placement(topology)}{options.suffix}-{options.rate_mbit:g}mbit"
 
 
 def compare(topology: Topology, options: Options) -> Iterator[Row]:
@@ -101,9 +94,9 @@ def compare(topology: Topology, options: Options) -> Iterator[Row]:
         options,
         "rate_mbit rounds",
         ranks=topology.size,
-        placement=placement(topology),
+        placement=harness.placement(topology),
         emulated=bool(options.emulated),
-        description=options.work.describe(),
+        description=options.describe(),
     )
     seen = _seen(topology, cases, options)
     small_s, latency_s, byte_s, inside = _probe(topology)
@@ -134,7 +127,7 @@ def _cases(topology: Topology, options: Options) -> list[Case]:
             f"ranks lie on {topology.num_nodes} node; expected several: links between nodes are what is compared "
             "(python -m tests.cluster emulates them)"
         )
-    return cases_on(topology.world.nodes, options.work, options.only)
+    return cases_on(topology.world.nodes, options, options.only)
 
 
 def _seen(
@@ -149,9 +142,9 @@ def _seen(
     program = "simulate.check" if topology.is_root else ""
     found: dict[str, dict[int, float]] = {name: {} for name in trainings}
     order = random.Random(options.seed)
-    for number, turn in in_turns([*trainings], options.rounds, order, program=program):
+    for number, turn in harness.in_turns([*trainings], options.rounds, order, program=program):
         for name in turn:
-            took = seconds(topology, lambda t=trainings[name]: t.steps(options.steps))  # type: ignore[misc]
+            took = harness.seconds(topology, lambda t=trainings[name]: t.steps(options.steps))  # type: ignore[misc]
             found[name][number] = took / options.steps
     for training in trainings.values():
         training.close()
@@ -249,7 +242,7 @@ def text(rows: list[Row]) -> str:
     return "\n".join([title, "", shown, "", f"{near} of {len(layouts)} within {NEAR:.0%}."])
 
 
-REPORT = Report(simulate.REPORT.title, text)
+REPORT = harness.Report(simulate.REPORT.title, text)
 
 if __name__ == "__main__":
     run(main)

@@ -36,25 +36,9 @@ from hpczero.run.step import TrainingStep
 from scaling.contenders.training import random_samples
 from scaling.contenders.workload import LEARNING_RATE, SEED
 from scaling.hostcost.step import Absent, Elsewhere
-from scaling.simulate.programs import (
-    Call,
-    Lanes,
-    Origin,
-    Places,
-    Program,
-    Receive,
-    Send,
-    Work,
-)
+from scaling.simulate import standins
+from scaling.simulate.programs import Call, Lanes, Origin, Places, Program, Receive, Send, Work
 from scaling.simulate.recorder import CountingClock, Cuts, Fused, Operations, Recorder, ThreadClock
-from scaling.simulate.standins import (
-    RecordedPath,
-    RecordedReach,
-    RecordedStageMessages,
-    group_of,
-    topology_of,
-    transport_of,
-)
 
 MEASURED_STEPS = 3  # the one with the median work counts
 
@@ -120,7 +104,7 @@ def record(
             stack.enter_context(Fused(clock))
             stack.enter_context(Operations(clock))
         recorder = Recorder(clock)
-        topology = topology_of(recorder, subject.places, rank)
+        topology = standins.topology_of(recorder, subject.places, rank)
         model, optimizer, step = _made(subject, recorder, topology, device)
         if prepare is not None:
             prepare(model)
@@ -160,20 +144,20 @@ def _made(
     initialize = adapter.initializer(model, SEED) if on_host else Ones()
     divide(options, adapter, model, topology)
     for sums in model.__dict__.get(SUMS, ()):
-        sums._make = lambda group, _: RecordedPath(group, recorder)
+        sums._make = lambda group, _: standins.RecordedPath(group, recorder)
     # torch's fused optimizer knows no meta device.
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, fused=on_host or None, foreach=not on_host or None
     )
     inner = HostReach() if on_host else DirectReach(device)
-    reach = RecordedReach(device, recorder, inner)
+    reach = standins.RecordedReach(device, recorder, inner)
     replicas = None
     if topology.replicate.size > 1:
         degrees = ("replicate",)
-        replicas = group_of(
+        replicas = standins.group_of(
             recorder, subject.places, topology.rank, degrees, topology.watchdog, "replicas"
         )
-    transport = transport_of(
+    transport = standins.transport_of(
         recorder,
         topology,
         replicas,
@@ -217,7 +201,7 @@ def _passes(
             tokens //= mesh.tensor
         shape = (spread.micro_batch, tokens, spread.model.hidden)
         form = torch.empty(shape, dtype=DTYPES[state.precision.param], device=device.device)
-        passes._pipeline.messages = RecordedStageMessages(
+        passes._pipeline.messages = standins.RecordedStageMessages(
             recorder, state.topology.pipeline, chunks=spread.interleave, form=form
         )
     return passes

@@ -24,16 +24,7 @@ from hpczero.options.reading import parse_command_line
 from hpczero.options.values import Transport
 from scaling.evidence.harness import at_least, say
 from scaling.evidence.record import Recorder, circumstances, commit, cores, names_code
-from scaling.sweep.jobs import (
-    Setting,
-    Slurm,
-    StudyFolder,
-    local_setting,
-    read_job,
-    run_here,
-    slurm_setting,
-    write_job,
-)
+from scaling.sweep import jobs
 from scaling.sweep.study import DEFAULT_STEPS, Grid, Point, parse_layout
 
 
@@ -151,11 +142,11 @@ def main() -> int:
     if for_sbatch and options.by != "sbatch":
         raise ConfigError(f"got {shlex.join(for_sbatch)} after --, which only --by sbatch takes")
     # Where the user is, which is not where a job starts.
-    folder = StudyFolder(Path(options.folder).expanduser().absolute(), options.kind)
+    folder = jobs.StudyFolder(Path(options.folder).expanduser().absolute(), options.kind)
     if options.collect:
         return collect(folder)
     points, now = options.points, commit()
-    known = slurm_setting(for_sbatch) if options.by == "sbatch" else local_setting()
+    known = jobs.slurm_setting(for_sbatch) if options.by == "sbatch" else jobs.local_setting()
     any_commit = bool(options.any_commit)
     # Code without a name: what was measured with it may have been measured with other code.
     reusable = any_commit or names_code(now)
@@ -190,7 +181,7 @@ class Order:
     """What all points of one call have in common, and a job is told."""
 
     commit: str  # as the submitter sees it; a compute node may have no git
-    setting: Setting  # known beforehand
+    setting: jobs.Setting  # known beforehand
 
     def key(self, point: Point) -> str:
         """Of the files of ``point``."""
@@ -203,7 +194,9 @@ class Order:
         return ["-m", "scaling.sweep.point", asked, str(path)]
 
 
-def measure(options: Options, folder: StudyFolder, points: Sequence[Point], order: Order) -> int:
+def measure(
+    options: Options, folder: jobs.StudyFolder, points: Sequence[Point], order: Order
+) -> int:
     """All ``points`` here, one after the other; returns how many failed. A failure does not keep the others."""
     failed = 0
     folder.forget([order.key(point) for point in points])
@@ -212,7 +205,7 @@ def measure(options: Options, folder: StudyFolder, points: Sequence[Point], orde
         arguments = order.arguments(point, folder.point(order.key(point)))
         sizes = {"ranks": point.ranks, "nodes": point.nodes, "threads": point.threads}
         try:
-            run_here(arguments, options.limit_s, **sizes)
+            jobs.run_here(arguments, options.limit_s, **sizes)
         except HpcZeroError as error:
             failed += 1
             say("sweep", f"failed: {point.describe()}: {error}")
@@ -221,7 +214,7 @@ def measure(options: Options, folder: StudyFolder, points: Sequence[Point], orde
 
 def submit(
     options: Options,
-    folder: StudyFolder,
+    folder: jobs.StudyFolder,
     points: Sequence[Point],
     order: Order,
     for_sbatch: Sequence[str],
@@ -231,13 +224,13 @@ def submit(
     Raises:
         HpcZeroError: sbatch refused, or squeue could not say what is queued; what was submitted before is collected.
     """
-    launcher = Slurm(for_sbatch, folder.path / "logs", in_turn=bool(options.in_turn))
+    launcher = jobs.Slurm(for_sbatch, folder.path / "logs", in_turn=bool(options.in_turn))
     known = folder.jobs([order.key(point) for point in points])
-    collector = read_job(folder.collector)
+    collector = jobs.read_job(folder.collector)
     clusters = order.setting.get("clusters", "")
     queued = launcher.queued([*known.values(), *filter(None, [collector])], clusters)
-    jobs = [number for number in known.values() if number in queued]
-    waiting, problem = len(jobs), None
+    submitted = [number for number in known.values() if number in queued]
+    waiting, problem = len(submitted), None
     for point in points:
         key = order.key(point)
         if known.get(key) in queued:
@@ -249,34 +242,34 @@ def submit(
                 order.arguments(point, folder.point(key)),
                 nodes=point.nodes,
                 ranks_per_node=point.ranks_per_node,
-                after=jobs[-1:] if launcher.in_turn else (),
+                after=submitted[-1:] if launcher.in_turn else (),
                 name=f"{options.kind}-{point.ranks}",
             )
         except HpcZeroError as error:
             problem = error
             break
-        write_job(folder.job(key), job)
-        jobs.append(job)
+        jobs.write_job(folder.job(key), job)
+        submitted.append(job)
         say("sweep", f"job {job}: {point.describe()}")
-    if len(jobs) > waiting or (jobs and collector not in queued):
+    if len(submitted) > waiting or (submitted and collector not in queued):
         last = launcher.submit(
             ["-m", "scaling.sweep", options.kind, "--folder", str(folder.path), "--collect"],
             nodes=1,
             ranks_per_node=1,
-            after=jobs,
+            after=submitted,
             name=f"{options.kind}-collect",
         )
-        write_job(folder.collector, last)
+        jobs.write_job(folder.collector, last)
         say("sweep", f"job {last}: collects into {folder.rows}, when the others have ended")
     if problem is not None:
         say(
             "sweep",
-            f"{len(jobs)} of {len(points)} points are in the queue; the same command submits the rest",
+            f"{len(submitted)} of {len(points)} points are in the queue; the same command submits the rest",
         )
         raise problem
 
 
-def collect(folder: StudyFolder) -> int:
+def collect(folder: jobs.StudyFolder) -> int:
     """Write the rows of all finished points into one file; malformed ones are skipped and counted.
 
     Raises:

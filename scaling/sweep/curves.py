@@ -212,8 +212,7 @@ class Curve:
 def curves(rows: list[Row]) -> list[Curve]:
     """All curves of a study, by name."""
     head = next(of_kind(rows, "run"))
-    limits = head.get("ranks_per_node")
-    placements = limits if isinstance(limits, list) else [limits]  # records of old have a number
+    placements = head.get("ranks_per_node") or [None]
     jobs: dict[tuple[str, int], list[tuple[Point, Row]]] = {}
     for row in of_kind(rows, "point"):
         point = Point.of_json(row["point"])

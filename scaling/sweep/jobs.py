@@ -24,16 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpczero.errors import ConfigError, HpcZeroError
-from scaling.evidence.record import (
-    HOME,
-    LAUNCH,
-    ROOT,
-    SCRIPTS,
-    Row,
-    machine_name,
-    parse_rows,
-    versions,
-)
+from scaling.evidence import record
 from scaling.sweep.study import Point
 
 Setting = dict[str, str]
@@ -56,7 +47,7 @@ INDIFFERENT = ("HPCZERO_TIMEOUT", "HPCZERO_SERIES")
 
 def local_setting(environment: Mapping[str, str] | None = None) -> Setting:
     """Of points that run here."""
-    return {"machine": machine_name(), **_common(environment)}
+    return {"machine": record.machine_name(), **_common(environment)}
 
 
 def slurm_setting(options: Sequence[str], environment: Mapping[str, str] | None = None) -> Setting:
@@ -82,13 +73,6 @@ def slurm_setting(options: Sequence[str], environment: Mapping[str, str] | None 
     return {**dict(sorted(chosen.items())), **_common(variables)}
 
 
-def agrees(row: Row, setting: Mapping[str, str]) -> bool:
-    """Whether ``row`` was measured in this setting, as far as it says."""
-    if row.get("setting"):
-        return bool(row["setting"] == dict(setting))
-    return setting.get("machine") in (None, row.get("machine"))
-
-
 def _common(environment: Mapping[str, str] | None) -> Setting:
     variables = os.environ if environment is None else environment
     ours = {
@@ -96,10 +80,10 @@ def _common(environment: Mapping[str, str] | None) -> Setting:
         for name, value in sorted(variables.items())
         if name.startswith("HPCZERO_") and name not in INDIFFERENT and value
     }
-    return {**versions("torch", "mpi4py"), **ours}
+    return {**record.versions("torch", "mpi4py"), **ours}
 
 
-POINT_SCRIPT = SCRIPTS / "slurm" / "point.sh"
+POINT_SCRIPT = record.SCRIPTS / "slurm" / "point.sh"
 TAIL_LINES = 15
 
 
@@ -113,7 +97,10 @@ def run_here(
     Raises:
         HpcZeroError: it failed, or took too long; with the last lines it said.
     """
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # this code from any folder
+    path = [
+        str(record.ROOT),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]  # this code from any folder
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -121,7 +108,7 @@ def run_here(
         environment["HPCZERO_FAKE_NODES"] = f"{nodes}x{ranks // nodes}"
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
-            [str(LAUNCH), str(ranks), sys.executable, *arguments],
+            [str(record.LAUNCH), str(ranks), sys.executable, *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=said,
@@ -188,7 +175,7 @@ class Slurm:
             command.append(f"--dependency=afterany:{':'.join(after)}")
         command += [*self.options, str(POINT_SCRIPT), "python", *arguments]
         self.logs.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=record.HOME, capture_output=True, text=True, check=False)
         number = re.match(r"\d+", done.stdout.strip())
         if done.returncode != 0 or number is None:
             raise HpcZeroError(
@@ -246,16 +233,16 @@ class StudyFolder:
         """Where the number of a point's job is."""
         return self.point(key).with_suffix(".job")
 
-    def write_plan(self, head: Row, points: Sequence[Point]) -> None:
+    def write_plan(self, head: record.Row, points: Sequence[Point]) -> None:
         """Remember what was asked for, for whoever collects."""
         self.path.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**head, "points": [point.as_json() for point in points]})
         self.plan.write_text(text + "\n", encoding="utf-8")
 
-    def read_plan(self) -> Row:
+    def read_plan(self) -> record.Row:
         """What was asked for last. Raises ConfigError: nothing was, or the file is damaged."""
         try:
-            head: Row = json.loads(self.plan.read_text(encoding="utf-8"))
+            head: record.Row = json.loads(self.plan.read_text(encoding="utf-8"))
             return head
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -264,27 +251,27 @@ class StudyFolder:
 
     def finished(
         self, point: Point, now: str, setting: Setting, *, any_commit: bool
-    ) -> tuple[Row | None, int]:
+    ) -> tuple[record.Row | None, int]:
         """The newest row of ``point`` if it is done, and the number of lines that could not be read.
 
         A row of another setting never counts; one of another commit only with ``any_commit``.
         """
         malformed = 0
-        found: list[Row] = []
+        found: list[record.Row] = []
         paths = {self.point(point.key(now, setting)): None}
         if any_commit:
             paths |= dict.fromkeys(sorted((self.path / "points").glob("*.json")))
         for path in paths:
             if not path.is_file():
                 continue
-            rows, bad = parse_rows(path, needs=NEEDS)
+            rows, bad = record.parse_rows(path, needs=NEEDS)
             malformed += bad
             found += [
                 row
                 for row in rows
                 if row["point"] == point.as_json()
                 and (any_commit or row["commit"] == now)
-                and agrees(row, setting)
+                and row.get("setting", {}) == setting
             ]
         # Dates are ISO 8601 in UTC, so text is in their order; of equal ones the first, which is that of ``now``.
         return max(found, key=lambda row: str(row.get("date", "")), default=None), malformed

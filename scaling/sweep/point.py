@@ -186,10 +186,11 @@ class Trainer:
     ) -> None:
         from hpczero.adapters.gpt import GPTAdapter
         from hpczero.data import Batches
+        from scaling.contenders.base import drawn
         from scaling.contenders.training import GPTTraining
 
         self._topology, self._point = topology, point
-        tokens = draw_tokens(point.config.vocab_size, point.seed)
+        tokens = drawn(point.seed, point.config.vocab_size, NUM_TOKENS).astype("uint32")
         self._batches = Batches(tokens, point.config.context, point.global_batch, point.seed)
         self._accumulation = point.batch // point.micro_batch
         self._training = GPTTraining(
@@ -223,15 +224,6 @@ class Trainer:
             with taken.watch.phase("checkpoint"):
                 self._checkpoints.save(done)
         return StepSplit.of(taken.watch, taken.step_s), taken.own_loss
-
-
-def draw_tokens(vocab_size: int, seed: int) -> Any:  # Any: a numpy array
-    """(NUM_TOKENS,) ids, drawn with probability 1 / (1 + id) as in text; the same on every rank."""
-    import numpy as np
-
-    weight = 1.0 / np.arange(1, vocab_size + 1)
-    drawn = np.random.default_rng(seed).choice(vocab_size, NUM_TOKENS, p=weight / weight.sum())
-    return drawn.astype(np.uint32)
 
 
 def _checkpoints(model: Any, topology: Topology, point: Point, stack: ExitStack) -> Any:

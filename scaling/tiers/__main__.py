@@ -19,15 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpczero.errors import run
 from scaling.contenders.workload import WORKLOADS, scratch
-from scaling.evidence.harness import (
-    Common,
-    Report,
-    at_least,
-    in_turns,
-    on_ranks,
-    options_of,
-    seconds,
-)
+from scaling.evidence import harness
 from scaling.evidence.plot import Bar, draw_bars
 from scaling.evidence.record import Row, head_of, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired_ratios, table, with_spread
@@ -49,7 +41,7 @@ TIMES = (
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(harness.Common):
     """What to measure.
 
     Attributes:
@@ -71,14 +63,14 @@ class Options(Common):
     fio_mib: int = 512
 
     def __post_init__(self) -> None:
-        at_least(self, rounds=1, window=1, buffers=3, ahead=0)
+        harness.at_least(self, rounds=1, window=1, buffers=3, ahead=0)
         scratch(self.folder)
 
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
     said = "Training from a disk beside the disk alone and fio, in one run; start it under mpirun or srun."
-    return on_ranks(options_of(Options, "tiers", said), _name, measure, REPORT)
+    return harness.on_ranks(harness.options_of(Options, "tiers", said), _name, measure, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:
@@ -88,7 +80,7 @@ def _name(topology: Topology, options: Options) -> str:
 def calibrated(
     topology: Topology,
     pair: Pair,
-    clock: Callable[[Topology, Callable[[], object]], float] = seconds,
+    clock: Callable[[Topology, Callable[[], object]], float] = harness.seconds,
 ) -> int:
     """Sequences with which a pass computes for twice as long as its disk takes alone. Collective.
 
@@ -150,12 +142,12 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         groups += [{f"{name} reads": device.read}, {f"{name} writes": device.write}]
     program = "tiers" if topology.is_root else ""
     order = random.Random(options.seed)
-    for number, turn in in_turns(groups, options.rounds, order, program=program):
+    for number, turn in harness.in_turns(groups, options.rounds, order, program=program):
         for name, call in (case for group in turn for case in group.items()):
             if name == "disk of a step":
                 pair.lay_gradients()
             before = pair.tier.traffic.total
-            took = seconds(topology, call)
+            took = harness.seconds(topology, call)
             moved = pair.tier.traffic.total - before
             measured = devices.get(name.split()[0])
             yield {
@@ -242,7 +234,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars({"seconds, all ranks at a time": bars}, path, title=title)
 
 
-REPORT = Report("Offload to host memory and disk", text, draw)
+REPORT = harness.Report("Offload to host memory and disk", text, draw)
 
 if __name__ == "__main__":
     run(main)

@@ -22,7 +22,7 @@ from hpczero import Offload
 from hpczero.errors import ConfigError, HpcZeroError
 from hpczero.job.topology import Topology
 from hpczero.plan.rules import default_rule
-from hpczero.tier import DiskTier, Fetch, Place, Record
+from hpczero.tier import DiskTier, Fetch, Place, Record, Tier
 from scaling.contenders import base
 from scaling.contenders.workload import Workload
 
@@ -46,7 +46,7 @@ class Pair:
         self._twins = {"disk": self._build(offload), "memory": self._build(None)}
         store = hpczero.sharding(self._away).away.store
         assert store is not None, "offload was asked for"
-        self._blocks, self.tier = store.blocks, store.tier
+        self.tier, self._ahead = store.tier, max(store.blocks - 2, 1)
         self._losses: dict[str, list[float]] = {name: [] for name in self._twins}
 
     def _build(self, offload: Offload | None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -102,8 +102,8 @@ class Pair:
     def disk_of_a_pass(self) -> None:
         """The bytes of a pass: values twice, gradients out; what is written is what was there. Not collective."""
         places = self._places()
-        self._through(places, ["values"], [])
-        self._through(reversed(places), ["values"], [])
+        through(self.tier, places, ["values"], [], self._ahead)
+        through(self.tier, reversed(places), ["values"], [], self._ahead)
         self.lay_gradients()
 
     def lay_gradients(self) -> None:
@@ -117,30 +117,31 @@ class Pair:
         """The bytes of a step: everything in, all but the gradients out; they are laid. Not collective."""
         places = self._places()
         parts = list(places[0].record.parts)
-        self._through(places, parts, [part for part in parts if part != "gradient"])
+        written = [part for part in parts if part != "gradient"]
+        through(self.tier, places, parts, written, self._ahead)
         self.tier.drain()
 
     def _places(self) -> list[Place]:
         units = hpczero.sharding(self._away).units
         return [place for unit in units if unit.away is not None for place in unit.away.places]
 
-    def _through(
-        self, places: Iterable[Place], read: Sequence[str], written: Sequence[str]
-    ) -> None:
-        """Read and write with as much ahead as there are blocks."""
-        on_their_way: deque[Fetch] = deque()
-        for place in places:
-            there = [part for part in read if part in place.known]
-            on_their_way.append(self.tier.fetch(place, there))
-            if len(on_their_way) > max(self._blocks - 2, 1):
-                self.tier.evict(on_their_way.popleft().wait(), written)
-        while on_their_way:
-            self.tier.evict(on_their_way.popleft().wait(), written)
-
     def close(self) -> None:
         """Give everything back."""
         for model, _ in self._twins.values():
             hpczero.release(model)
+
+
+def through(
+    tier: Tier, places: Iterable[Place], read: Sequence[str], written: Sequence[str], most: int
+) -> None:
+    """Read these parts of all places, as far as they are there, ``most`` ahead; and write parts back."""
+    on_their_way: deque[Fetch] = deque()
+    for place in places:
+        on_their_way.append(tier.fetch(place, [part for part in read if part in place.known]))
+        if len(on_their_way) > most:
+            tier.evict(on_their_way.popleft().wait(), written)
+    while on_their_way:
+        tier.evict(on_their_way.popleft().wait(), written)
 
 
 class Engine:
@@ -167,13 +168,7 @@ class Engine:
         """Every record, with as many ahead as there are blocks."""
         self._topology.barrier()
         began = time.perf_counter()
-        ahead: list[Fetch] = []
-        for place in self._places:
-            ahead.append(self._tier.fetch(place, ["a"]))
-            if len(ahead) == BLOCKS:
-                self._tier.evict(ahead.pop(0).wait(), [])
-        for fetch in ahead:
-            self._tier.evict(fetch.wait(), [])
+        through(self._tier, self._places, ["a"], [], BLOCKS - 1)
         self._note(began)
 
     def write(self) -> None:

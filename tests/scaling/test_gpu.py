@@ -39,11 +39,21 @@ def planted(fault: str) -> list[str]:
     return [sys.executable, "-c", f"{first}{fault}\n{last}"]
 
 
-def job(launch: list[str], check: str, limit_s: float, *, twin: bool) -> tuple[list[Row], str]:
+def job(
+    launch: list[str], check: str, limit_s: float, *, twin: bool = True
+) -> tuple[list[Row], str]:
     """The rows of one check and what went wrong."""
     running = Running(launch, [(check, time.time() + limit_s)], twin=twin)
     rows = [row for _, row in running.rows()]
     return rows, running.problem
+
+
+def rows_of(launch: list[str], check: str, limit_s: float) -> list[Row]:
+    """The rows of a check that goes well."""
+    rows, problem = job(launch, check, limit_s)
+    assert not problem
+    assert rows
+    return rows
 
 
 @pytest.mark.tool
@@ -67,9 +77,7 @@ def job(launch: list[str], check: str, limit_s: float, *, twin: bool) -> tuple[l
     ],
 )
 def test_checks_run_on_the_twin(check: str, ranks: int, columns: set[str]) -> None:
-    rows, problem = job(launcher(ranks), check, 250.0, twin=True)
-    assert not problem
-    assert rows
+    rows = rows_of(launcher(ranks), check, 250.0)
     assert all(columns <= set(row) for row in rows)
     assert all(row.get(key, True) for row in rows for key in ("bits_equal", "right", "equal"))
     assert not [row for row in rows if row.get("said")]
@@ -85,15 +93,13 @@ def test_ranks_are_started_without_options_that_only_open_mpi_knows(
     strict.chmod(0o755)
     monkeypatch.setenv("HPCZERO_LAUNCH", f"{strict} -n")
     for ranks in (1, 2):
-        rows, problem = job(launcher(ranks), "facts", 50.0, twin=True)
-        assert not problem
-        assert rows
+        assert rows_of(launcher(ranks), "facts", 50.0)
     monkeypatch.delenv("HPCZERO_LAUNCH")
     assert launcher(1) == []
 
 
 def test_a_launcher_that_is_not_there_is_a_failure_of_the_check() -> None:
-    rows, problem = job(["/nowhere/mpirun", "-n", "2"], "facts", 30.0, twin=True)
+    rows, problem = job(["/nowhere/mpirun", "-n", "2"], "facts", 30.0)
     assert not rows
     assert problem.startswith("/nowhere/mpirun cannot be started: No such file")
 
@@ -101,11 +107,11 @@ def test_a_launcher_that_is_not_there_is_a_failure_of_the_check() -> None:
 @pytest.mark.limit(60)
 def test_a_check_that_crashes_or_hangs_costs_its_own_figures_only() -> None:
     crash = "import os; os.kill(os.getpid(), 11)"
-    rows, problem = job([sys.executable, "-c", crash], "x", 30.0, twin=True)
+    rows, problem = job([sys.executable, "-c", crash], "x", 30.0)
     assert not rows
     assert problem.startswith("exit code -11")
     hang = "echo on the way >&2; exec sleep 60"
-    rows, problem = job(["sh", "-c", hang], "x", 2.0, twin=True)
+    rows, problem = job(["sh", "-c", hang], "x", 2.0)
     assert problem == "not done after 2 s\non the way"
 
 
@@ -141,8 +147,7 @@ def test_a_row_that_is_cut_off_is_left_out_and_counted() -> None:
 def test_where_peers_memory_does_not_work_the_other_ways_are_measured(
     check: str, measured: int
 ) -> None:
-    rows, problem = job([*launcher(2), *planted(NO_EXPORTS)], check, 150.0, twin=True)
-    assert not problem
+    rows = rows_of([*launcher(2), *planted(NO_EXPORTS)], check, 150.0)
     others = [row for row in rows if row["way"] in ("staged", "flat")]
     assert len(others) == measured
     assert all(row.get("right") or row.get("bits_equal") for row in others)
@@ -159,9 +164,7 @@ def test_where_peers_memory_does_not_work_the_other_ways_are_measured(
 def test_under_a_cap_of_memory_stage_3_trains_what_stage_0_cannot_hold(
     check: str, stage: int, trains: bool
 ) -> None:
-    rows, problem = job(launcher(4), check, 100.0, twin=True)
-    assert not problem
-    assert rows
+    rows = rows_of(launcher(4), check, 100.0)
     assert {(row["stage"], row["trains"]) for row in rows} == {(stage, trains)}
     assert all(("allocate memory" in row["said"]) is not trains for row in rows)
 
@@ -178,8 +181,7 @@ def full(*given):
     time.sleep(600)
 gpu_training.train = full
 """
-    rows, problem = job([*launcher(2), *planted(fault)], "fits_not", 60.0, twin=True)
-    assert not problem
+    rows = rows_of([*launcher(2), *planted(fault)], "fits_not", 60.0)
     found = sorted((row["rank"], row["trains"], row["said"]) for row in rows)
     assert found == [(rank, False, "planted") for rank in full]
 
@@ -192,7 +194,7 @@ def broken(*given):
     raise CommError("planted")
 gpu_training.train = broken
 """
-    rows, problem = job([*launcher(2), *planted(fault)], "fits_not", 60.0, twin=True)
+    rows, problem = job([*launcher(2), *planted(fault)], "fits_not", 60.0)
     assert not rows
     assert "planted" in problem
 
@@ -223,8 +225,7 @@ def wrong(blocks, out, **given):
         out[-1] += 1
 gpu_checks.tree_sum = wrong
 """
-    rows, problem = job(planted(fault), "kernels", 100.0, twin=True)
-    assert not problem
+    rows = rows_of(planted(fault), "kernels", 100.0)
     sums = [row for row in rows if row["kernel"].startswith("sum")]
     lanes = ("default lane", "own lane", "own lane again")
     assert {row["wrong"] for row in sums} == {", ".join(f"unaligned ({lane})" for lane in lanes)}
@@ -242,8 +243,7 @@ def broken(groups, dtype, *given, **more):
     return text + "\\n#error planted\\n" if dtype == "bf16" else text
 gpu_checks.tree_sum_source = broken
 """
-    rows, problem = job(planted(fault), "kernels", 100.0, twin=True)
-    assert not problem
+    rows = rows_of(planted(fault), "kernels", 100.0)
     sums = [row for row in rows if row["kernel"].startswith("sum")]
     assert all(row["bits_equal"] for row in sums)
     assert {row["kernel"]: row["compiled"] for row in sums if not row["compiled"]} == dict.fromkeys(
@@ -276,8 +276,7 @@ def test_without_a_gpu_a_check_is_refused_by_name(check: str) -> None:
 
 @pytest.mark.limit(90)
 def test_memory_of_another_rank_that_cannot_be_had_is_told_and_the_rest_is_tried() -> None:
-    rows, problem = job([*launcher(2), *planted(NO_EXPORTS)], "smoke", 80.0, twin=True)
-    assert not problem
+    rows = rows_of([*launcher(2), *planted(NO_EXPORTS)], "smoke", 80.0)
     assert "rank(s) 1" in rows[0]["said"]
     assert sum("us" in row for row in rows) == 5
     shown = report([{"kind": "smoke", "ranks": 2, **row} for row in rows])
@@ -427,9 +426,7 @@ def whole(*given):
     raise AssertionError("planted: a whole parameter is drawn")
 gpu_bench.Values.__call__ = whole
 """
-    rows, problem = job([*launcher(ranks), *planted(fault)], check, 180.0, twin=True)
-    assert not problem
-    assert rows
+    rows = rows_of([*launcher(ranks), *planted(fault)], check, 180.0)
     assert not [row for row in rows if row.get("said")]
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from hpczero.errors import ConfigError
-from hpczero.models.config import GPTConfig, parameter_count
+from hpczero.models.config import parameter_count
 from hpczero.predict.machine import load_machine
 from scaling.evidence.record import Row
 from scaling.evidence.spread import Spread
 from scaling.layouts.__main__ import agreement, draw, text
-from scaling.layouts.cases import Case, Work, cases_of, cases_on, on_links
+from scaling.layouts.cases import Sizes, cases_of, cases_on, on_links
 from tests.scaling.studies import cells, check_drawn, head, measured
 
-MODEL = GPTConfig(vocab_size=64, context=8, layers=8, hidden=32, heads=4)
-WORK = Work(MODEL, global_batch=32, micro_batches=8)
+WORK = Sizes(
+    layers=8, hidden=32, heads=4, vocabulary=64, context=8, global_batch=32, micro_batches=8
+)
+MODEL = WORK.model
 
 
 def rows() -> list[Row]:
@@ -138,8 +141,7 @@ def test_one_node_has_no_pipeline_between_nodes_and_single_ranks_no_tensor_ranks
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
-    work = Work(MODEL, global_batch=24, micro_batches=8)
-    cases: list[Case] = cases_of(work, 4, 2)
+    cases = cases_of(dataclasses.replace(WORK, global_batch=24), 4, 2)
     with pytest.raises(ConfigError, match=r"--global_batch: got 24.*expected a multiple of 16"):
         _ = next(case for case in cases if case.name == "pipeline 4, stage 1").spread
 

@@ -49,12 +49,3 @@ def test_our_variables_are_settings_unless_they_change_no_time() -> None:
 def test_an_option_without_its_value_is_named() -> None:
     with pytest.raises(ConfigError, match=r"--partition.*expected one argument"):
         setting.slurm_setting(["--partition"], {})
-
-
-def test_rows_that_do_not_say_their_setting_count_on_their_own_machine_only() -> None:
-    here = {"machine": "a", "torch": "2"}
-    assert setting.agrees({"setting": here}, here)
-    assert not setting.agrees({"setting": {**here, "torch": "3"}}, here)
-    assert setting.agrees({"machine": "a"}, here)
-    assert not setting.agrees({"machine": "b"}, here)
-    assert setting.agrees({"machine": "b"}, {"partition": "x"})  # nobody knows

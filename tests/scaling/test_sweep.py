@@ -87,8 +87,8 @@ def test_a_study_is_measured_reported_and_not_measured_twice(
     assert alone == pytest.approx(together, abs=1e-5)  # the same samples, whatever the ranks
     again = sweep(*command, "--any_commit", env=quick)
     assert "2 points, 2 done already" in again.stderr
-    report = [sys.executable, "-m", "scaling.report", str(folder / "sweep-strong.jsonl")]
-    shown = run_command([*report, "--page", str(page)], 60)
+    words = ["-m", "scaling.report", str(folder / "sweep-strong.jsonl"), "--page", str(page)]
+    shown = run_command([sys.executable, *words], 60)
     assert shown.returncode == 0, shown
     assert "Losses of tiny, global batch 4, fp32: 2 points" in shown.stdout
     drawn = {path.name for path in folder.glob("sweep-strong*.*")}
@@ -110,9 +110,7 @@ def test_nodes_that_are_one_machine_are_called_emulated(
     assert done.returncode == 0, done
     row = read_rows(tmp_path / "sweep-weak.jsonl")[1]
     assert (row["placement"], row["emulated"]) == ("2x1", True)
-    from scaling.sweep.report import text
-
-    assert text(read_rows(tmp_path / "sweep-weak.jsonl")).startswith("**Emulated nodes on one")
+    assert report.text(read_rows(tmp_path / "sweep-weak.jsonl")).startswith("**Emulated nodes on")
 
 
 def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -189,8 +187,8 @@ def test_a_point_that_is_none_is_refused_before_mpi_starts(order: str, tmp_path:
 @pytest.mark.tool
 def test_a_failing_point_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     # a launcher that cannot start anything
-    command = [sys.executable, "-m", "scaling.sweep", "weak", "--models", "tiny", "--ranks", "1"]
-    done = run_command([*command, "--folder", tmp_path], 60, env={"HPCZERO_LAUNCH": "false"})
+    command = ["weak", "--models", "tiny", "--ranks", "1", "--folder", str(tmp_path)]
+    done = sweep(*command, env={"HPCZERO_LAUNCH": "false"})
     assert done.returncode == ConfigError.exit_code, done
     assert "failed: tiny, stage 3, 1 rank(s)" in done.stderr
     assert "none of the 1 points" in done.stderr
@@ -211,7 +209,7 @@ def test_of_several_commits_the_newest_row_counts(tmp_path: Path) -> None:
 
 
 def test_points_of_another_machine_do_not_count_even_if_any_commit_does(tmp_path: Path) -> None:
-    study = planned(tmp_path, done=(0,), machine="there")
+    study = planned(tmp_path, done=(0,), setting={"machine": "there"})
     for any_commit in (False, True):
         here = study.finished(POINTS[0], "abc", {"machine": "here"}, any_commit=any_commit)
         assert here == (None, 0)
@@ -228,14 +226,14 @@ def test_points_of_another_machine_do_not_count_even_if_any_commit_does(tmp_path
 @pytest.mark.limit(200)
 def test_what_no_commit_names_is_measured_again(tmp_path: Path) -> None:
     command = ["weak", "--models", "tiny", "--ranks", "1", "--steps", "2", "--warm_up", "1"]
-    command = [sys.executable, "-m", "scaling.sweep", *command, "--folder", str(tmp_path)]
+    command += ["--folder", str(tmp_path)]
     launcher = tmp_path / "launch"
     variables = {**write_launcher(launcher), "GIT_DIR": str(tmp_path / "nowhere")}  # no checkout
-    done = run_command(command, 90, env=variables)
+    done = sweep(*command, env=variables)
     assert done.returncode == 0, done
     assert read_rows(tmp_path / "sweep-weak.jsonl")[1]["commit"] == "unknown"
     launcher.write_text("#!/bin/sh\nexit 1\n")  # it is asked for the point: that is enough
-    again = run_command(command, 60, env=variables)
+    again = sweep(*command, env=variables)
     for each in (done, again):
         assert "1 points, 0 done already, commit unknown" in each.stderr, each
     assert "failed: tiny, stage 3, 1 rank(s)" in again.stderr, again
@@ -245,9 +243,7 @@ def test_what_no_commit_names_is_measured_again(tmp_path: Path) -> None:
 def test_a_study_of_emulated_nodes_may_vary_them_at_the_same_ranks(tmp_path: Path) -> None:
     command = ["weak", "--models", "tiny", "--ranks", "4", "--ranks_per_node", "1", "2", "4"]
     failing = {"HPCZERO_LAUNCH": "false"}
-    done = run_command(
-        [sys.executable, "-m", "scaling.sweep", *command, "--folder", tmp_path], 60, env=failing
-    )
+    done = sweep(*command, "--folder", str(tmp_path), env=failing)
     for nodes in (4, 2, 1):
         assert f"4 rank(s) on {nodes} node(s)" in done.stderr, done
 
