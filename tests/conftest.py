@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # MPI starts on import, and torch is slow to load: only tests
     from mpi4py import MPI
 
     from hpczero import Topology
+    from tests.helpers.world import World
 
 pytest_plugins = ["tests.helpers.plugin", "tests.helpers.lanes"]
 
@@ -57,6 +58,14 @@ def topology(comm: MPI.Intracomm) -> Iterator[Topology]:
     topology = Topology.create(comm)
     yield topology
     topology.free()
+
+
+@pytest.fixture
+def world(comm: MPI.Intracomm, topology: Topology) -> World:
+    """All ranks of the run and a topology over them."""
+    from tests.helpers.world import World
+
+    return World(comm, topology)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,6 @@ from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
     from mpi4py import MPI
-
-    from hpczero import Topology
 
 # Unit sizes that neither 64 nor 2 to 5 ranks divide.
 TINY = {"vocab_size": 61, "context": 11, "layers": 2, "hidden": 18, "heads": 2}
@@ -125,44 +123,12 @@ def raises_on_all(
     return str(error)
 
 
-class Refusal:
-    """Asks that ``zeroify`` refuses, agreed by all ranks, and leaves model and optimizer as they were."""
-
-    def __init__(self, comm: MPI.Intracomm, topology: Topology) -> None:
-        self.comm = comm
-        self.topology = topology
-
-    def __call__(
-        self,
-        kind: type[HpcZeroError],
-        pattern: str,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **options: Any,
-    ) -> None:
-        before = self._identity(model, optimizer)
-        options = {"topology": self.topology, **options}
-        raises_on_all(
-            self.comm, kind, pattern, lambda: hpczero.zeroify(model, optimizer, **options)
-        )
-        same = self._identity(model, optimizer) == before
-        parallel_assert(self.comm, same, "the model or the optimizer was changed")
-
-    @staticmethod
-    def _identity(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-        """Which objects and which memory they consist of, and how many hooks they carry."""
-        parameters = [(name, id(p), p.data_ptr()) for name, p in model.named_parameters()]
-        stepped = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-        hooks = [len(module._forward_pre_hooks) for module in model.modules()]
-        return [parameters, stepped, hooks]
-
-
 def values(sharding: hpczero.Sharding) -> list[Tensor]:
     """Copies of all fp32 values. Collective."""
     return [unit.gather_values() for unit in sharding.units]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
+def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
     """Whether all tensors are equal in every bit."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -177,9 +143,35 @@ def same_state(found: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor
     )
 
 
+Loss = Callable[[nn.Module, int], Tensor]
+"""Of a model on a rank's input."""
+
+
+def squares(model: nn.Module, rank: int) -> Tensor:
+    """Of an ``MLP``: the mean."""
+    loss: Tensor = model(mlp_input(rank)).square().mean()
+    return loss
+
+
 def mlp_backward(model: nn.Module, rank: int) -> None:
     """Forward and backward of an ``MLP`` on this rank's input."""
     model(mlp_input(rank)).square().sum().backward()
+
+
+def update(*optimizers: torch.optim.Optimizer) -> None:
+    """A step of each, whose gradients are then dropped."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def mlp_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int = 1
+) -> None:
+    """So many steps of an ``MLP``, all on this rank's one input."""
+    for _ in range(count):
+        mlp_backward(model, rank)
+        update(optimizer)
 
 
 def distance(model: nn.Module, other: nn.Module) -> float:

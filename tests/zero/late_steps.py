@@ -5,8 +5,9 @@ Must not know: what any test looks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +15,11 @@ from torch import Tensor, nn
 import hpczero
 from hpczero import Offload
 from tests.helpers.late import LateAccelerator
-from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified
+from tests.helpers.small_models import MLP, adamw, mlp_input, same_state, update
+from tests.helpers.world import World
 
-if TYPE_CHECKING:
-    from hpczero import Topology
-
-SIZES = (
-    7,
-    128,
-    64,
-    64,
-)  # whole vectors, however they are cut: fused kernels round what fills none in another way
+# Whole vectors, however they are cut: fused kernels round what fills none in another way.
+SIZES = (7, 128, 64, 64)
 OFFLOAD = Offload("host", "host", window=2**14, buffers=4, step="host", delayed=True)
 
 Maker = Callable[[Any], torch.optim.Optimizer]
@@ -72,7 +67,7 @@ class Late:
 
 
 def gradients_of(
-    topology: Topology,
+    world: World,
     weights: dict[str, Tensor],
     step: int,
     clip: float | None = None,
@@ -82,11 +77,11 @@ def gradients_of(
     """Mean over ranks at ``weights``, reduced by a model that is sharded and does not step."""
     model = MLP(SIZES)
     model.load_state_dict(weights)
-    options: dict[str, Any] = {"stage": 2, "topology": topology, "transport": "flat"}
-    with zeroified(model, adamw(model), precision=precision, **options):
+    options = {"stage": 2, "transport": "flat", "precision": precision}
+    with world.zeroified(model, adamw(model), **options):
         for part in range(parts):
             with hpczero.accumulate(model, part, parts):
-                backward(model, topology.rank, step + 100 * part)
+                backward(model, world.rank, step + 100 * part)
         if clip is not None:
             hpczero.clip_grad_norm_(model, clip)
         return hpczero.full_gradients(model)
@@ -105,22 +100,30 @@ def weights_now(model: nn.Module) -> dict[str, Tensor]:
     return held
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def options_of(topology: Topology, **more: Any) -> dict[str, Any]:
-    options = {"stage": 3, "topology": topology, "device": LateAccelerator(), "transport": "flat"}
-    return {"offload": OFFLOAD, **options, **more}
-
-
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
     for step in steps:
         backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
-def expect_steps(expected: Late, topology: Topology, steps: range) -> None:
+def expect_steps(expected: Late, world: World, steps: range) -> None:
     for step in steps:
-        expected.step(gradients_of(topology, expected.weights, step), 1e-2)
+        expected.step(gradients_of(world, expected.weights, step), 1e-2)
+
+
+def check_late(world: World, expected: Late, model: nn.Module, when: object = "") -> None:
+    """The model computes with the weights of ``expected``. Collective."""
+    right = same_state(expected.weights, weights_now(model))
+    world.check(right, f"other weights {when}")
+
+
+@contextmanager
+def delayed(
+    world: World, make: Maker = MAKERS["AdamW fused"], **options: Any
+) -> Iterator[tuple[Late, MLP, Any]]:
+    """Plain torch that is late, and a model that should be, with its optimizer; sharded inside. Collective."""
+    expected, model = Late(make), MLP(SIZES)
+    optimizer = make(model.parameters())
+    where = {"stage": 3, "device": LateAccelerator(), "transport": "flat", "offload": OFFLOAD}
+    with world.zeroified(model, optimizer, **where | options):
+        yield expected, model, optimizer

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 import hpczero
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from hpczero import Collectives, Topology
     from hpczero.zero.units.gradients import Reducer
 
@@ -53,42 +51,31 @@ class ReducerSuite:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("accumulate", [False, True])
-    def test_results_add_up_to_the_mean(
-        self,
-        comm: MPI.Intracomm,
-        topology: Topology,
-        reducer: Reducer,
-        dtype: torch.dtype,
-        accumulate: bool,
-    ) -> None:
+    def test_results_add_up_to_the_mean(self, world: World, reducer: Reducer, dtype, accumulate):
         total, exact = torch.zeros(SHARD), torch.zeros(SHARD, dtype=torch.float64)
-        mine = slice(topology.shard_index * SHARD, (topology.shard_index + 1) * SHARD)
+        mine = slice(world.topology.shard_index * SHARD, (world.topology.shard_index + 1) * SHARD)
         for step in range(self.steps):
-            local = gradient(comm.rank, comm.size, dtype, step)
+            local = gradient(world.rank, world.size, dtype, step)
             before = local.clone()
             into = torch.full((SHARD,), 2.0)
-            reducer.reduce(
-                local, into, scale=1.0 / comm.size, accumulate=accumulate, name="u"
-            ).wait()
-            parallel_assert(comm, torch.equal(local, before), "the gradient was written")
+            how: Any = {"scale": 1.0 / world.size, "accumulate": accumulate}
+            reducer.reduce(local, into, **how, name="u").wait()
+            world.check(torch.equal(local, before), "the gradient was written")
             total += into - 2.0 * accumulate
-            everybody = [gradient(r, comm.size, dtype, step).double() for r in range(comm.size)]
-            exact += (sum(everybody) / torch.tensor(float(comm.size)))[mine]
+            everybody = [gradient(r, world.size, dtype, step).double() for r in range(world.size)]
+            exact += (sum(everybody) / torch.tensor(float(world.size)))[mine]
         error = (total - exact).abs().max() / exact.abs().max()
-        parallel_assert(comm, bool(error <= self.tolerance), f"off by {error:.1e}")
+        world.check(bool(error <= self.tolerance), f"off by {error:.1e}")
 
-    def test_units_do_not_mix(
-        self, comm: MPI.Intracomm, topology: Topology, transport: Collectives, reducer: Reducer
-    ) -> None:
+    def test_units_do_not_mix(self, world: World, transport, reducer: Reducer):
         """What is kept from step to step belongs to one unit."""
         alone = type(self).make(transport)
         for step in range(3):
-            other = gradient(comm.rank, comm.size, torch.float32, 50 + step)
-            reducer.reduce(
-                other, torch.empty(SHARD), scale=1.0, accumulate=False, name="other"
-            ).wait()
+            other = gradient(world.rank, world.size, torch.float32, 50 + step)
+            how: Any = {"scale": 1.0, "accumulate": False}
+            reducer.reduce(other, torch.empty(SHARD), **how, name="other").wait()
             found, expected = torch.empty(SHARD), torch.empty(SHARD)
             for each, into in ((reducer, found), (alone, expected)):
-                local = gradient(comm.rank, comm.size, torch.float32, step)
-                each.reduce(local, into, scale=1.0, accumulate=False, name="u").wait()
-            parallel_assert(comm, torch.equal(found, expected), f"step {step}")
+                local = gradient(world.rank, world.size, torch.float32, step)
+                each.reduce(local, into, **how, name="u").wait()
+            world.check(torch.equal(found, expected), f"step {step}")

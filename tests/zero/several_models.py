@@ -5,7 +5,7 @@ Must not know: what any test looks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
 from hpczero.zero.sharding import KEY
@@ -32,6 +33,7 @@ class Side:
     optimizers: tuple[Optimizer, ...]
     ranks: range
     size: int
+    schedulers: Sequence[LambdaLR] = ()
 
     @property
     def is_sharded(self) -> bool:
@@ -52,6 +54,10 @@ class Side:
 
     def no_sync(self) -> AbstractContextManager[None]:
         return hpczero.no_sync(self.model) if self.is_sharded else nullcontext()
+
+    def step(self, *optimizers: Optimizer) -> None:
+        for optimizer in optimizers:
+            optimizer.step()
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:

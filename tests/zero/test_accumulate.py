@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,13 +15,8 @@ from hpczero.models import GPT
 from hpczero.run.results.metrics import read_metrics
 from tests.equality.reference import tree_sum
 from tests.helpers.mpirun import run_ranks
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, check_trains, mlp_input, raises_on_all, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, mlp_input
+from tests.helpers.world import World
 
 PARTS = 3
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -64,42 +57,38 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 @pytest.mark.ranks(1, 2, 3)
 @STAGES
 @pytest.mark.parametrize("transport", ["flat", "hierarchical", "window"])
-def test_gradient_is_the_sum_times_one_factor_bit_for_bit(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
+def test_gradient_is_the_sum_times_one_factor_bit_for_bit(world: World, stage, transport):
     plain = MLP()
     expected = times_one_factor(
         [
             sum_in_order(
                 [plain_gradients(plain, loss_of(plain, rank, part)) for part in range(PARTS)]
             )
-            for rank in range(comm.size)
+            for rank in range(world.size)
         ],
         PARTS,
     )
-    model = MLP()
-    with zeroified(model, adamw(model), stage=stage, topology=topology, transport=transport):
+    with world.mlp(adamw, stage=stage, transport=transport) as (model, _):
         for part in range(PARTS):
             with hpczero.accumulate(model, part, PARTS):
-                loss_of(model, comm.rank, part).backward()
-        parallel_assert(comm, equal(hpczero.full_gradients(model), expected))
+                loss_of(model, world.rank, part).backward()
+        world.check(equal(hpczero.full_gradients(model), expected))
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2, 3)
-def test_bf16_takes_the_same_mean(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_bf16_takes_the_same_mean(world: World):
     # division of the loss by 4 is exact, so that both ways give the same bits
     found = []
     for divisor in (1, 4):
-        model = MLP()
-        with zeroified(model, adamw(model), stage=3, topology=topology, precision="bf16"):
+        with world.mlp(adamw, stage=3, precision="bf16") as (model, _):
             for part in range(4):
                 accumulate = hpczero.accumulate(model, part, 4)
                 no_sync = hpczero.no_sync(model) if part < 3 else nullcontext()
                 with accumulate if divisor == 1 else no_sync:
-                    (loss_of(model, comm.rank, part) / divisor).backward()
+                    (loss_of(model, world.rank, part) / divisor).backward()
             found.append(hpczero.full_gradients(model))
-    parallel_assert(comm, equal(*found))
+    world.check(equal(*found))
 
 
 # --- misuse
@@ -107,15 +96,15 @@ def test_bf16_takes_the_same_mean(comm: MPI.Intracomm, topology: Topology) -> No
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_parts_out_of_range_or_order(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_parts_out_of_range_or_order(world: World):
     model = MLP()
     optimizer = adamw(model)
 
     def run(part: int, parts: int) -> None:
         with hpczero.accumulate(model, part, parts):
-            loss_of(model, comm.rank, part).backward()
+            loss_of(model, world.rank, part).backward()
 
-    with zeroified(model, optimizer, stage=3, topology=topology):
+    with world.zeroified(model, optimizer, stage=3):
         for part, parts in ((3, 3), (-1, 3), (0, 0)):
             with pytest.raises(ConfigError, match=f"part {part} of {parts}, expected one of 0 to"):
                 run(part, parts)
@@ -125,35 +114,31 @@ def test_parts_out_of_range_or_order(comm: MPI.Intracomm, topology: Topology) ->
                 run(part, parts)
         with pytest.raises(StepError, match=r"parts that were never completed.*zero_grad\(\)"):
             run(0, 3)
-        raises_on_all(comm, StepError, "never reduced", optimizer.step)
-        check_trains(comm, model, optimizer)
+        world.raises(StepError, "never reduced", optimizer.step)
+        world.check_trains(model, optimizer)
         with hpczero.no_sync(model):
-            loss_of(model, comm.rank, 0).backward()
+            loss_of(model, world.rank, 0).backward()
         with pytest.raises(StepError, match=r"gradients of no_sync .* keep to one way"):
             run(0, 2)
-        check_trains(comm, model, optimizer)
+        world.check_trains(model, optimizer)
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2])
-def test_other_factors_on_one_rank_are_refused(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = MLP()
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        parts = 2 + comm.rank
+def test_other_factors_on_one_rank_are_refused(world: World, stage):
+    with world.mlp(adamw, stage=stage) as (model, optimizer):
+        parts = 2 + world.rank
         for part in range(parts):
             with hpczero.accumulate(model, part, parts):
-                loss_of(model, comm.rank, part).backward()
+                loss_of(model, world.rank, part).backward()
         said = r"has gradients of 3 micro-batches .*where rank 0 has gradients of 2 micro-batches"
-        raises_on_all(comm, StepError, said, optimizer.step)
+        world.raises(StepError, said, optimizer.step)
         optimizer.zero_grad()
-        loss_of(model, comm.rank, 0).backward()
-        hpczero.clip_grad_norm_(model, 1.0 + comm.rank)
-        raises_on_all(comm, StepError, "clipped with max_norm=2.0", optimizer.step)
-        check_trains(comm, model, optimizer)
+        loss_of(model, world.rank, 0).backward()
+        hpczero.clip_grad_norm_(model, 1.0 + world.rank)
+        world.raises(StepError, "clipped with max_norm=2.0", optimizer.step)
+        world.check_trains(model, optimizer)
 
 
 # --- the training command
@@ -189,7 +174,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_training_command_multiplies_by_one_factor(tmp_path: Path) -> None:
+def test_training_command_multiplies_by_one_factor(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {i} of the text\n" for i in range(300)))
     options = {
         "model.preset": "gpt-micro",
@@ -227,12 +212,11 @@ def test_training_command_multiplies_by_one_factor(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_a_backward_outside_after_the_first_part(comm: MPI.Intracomm, topology: Topology) -> None:
-    model = MLP()
-    with zeroified(model, adamw(model), stage=2, topology=topology):
+def test_a_backward_outside_after_the_first_part(world: World):
+    with world.mlp(adamw, stage=2) as (model, _):
         with hpczero.accumulate(model, 0, 2):
-            model(mlp_input(comm.rank)).sum().backward()
+            model(mlp_input(world.rank)).sum().backward()
         with pytest.raises(StepError, match="of accumulate was to come"):
-            model(mlp_input(comm.rank)).sum().backward()
+            model(mlp_input(world.rank)).sum().backward()
         model.zero_grad()
-        model(mlp_input(comm.rank)).sum().backward()
+        model(mlp_input(world.rank)).sum().backward()

@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import hpczero
 from tests.helpers.late import LateAccelerator
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, update
+from tests.helpers.world import World
 
 pytestmark = pytest.mark.mpi
 
@@ -52,49 +46,40 @@ def apart(loss: Tensor) -> None:
 
 
 def trained(
-    topology: Topology, backward: Backward, *, recomputes: bool, forwards: int, **options: Any
+    world: World, backward: Backward, *, recomputes: bool, forwards: int, **options: Any
 ) -> tuple[list[float], dict[str, Tensor] | None]:
     """Losses of a few clipped steps of so many micro-batches; whole weights on rank 0."""
     model = tiny_gpt(checkpoint_activations=recomputes)
-    options = {"topology": topology, "device": LateAccelerator(), **options}
     losses = []
     optimizer = adamw(model, fused=True)
-    with zeroified(model, optimizer, **options):
+    with world.zeroified(model, optimizer, device=LateAccelerator(), **options):
         for step in range(STEPS):
             for micro in range(forwards):
-                tokens = tiny_tokens(topology.rank + 10 * micro + 100 * step)
+                tokens = tiny_tokens(world.rank + 10 * micro + 100 * step)
                 loss = model(tokens[:, :-1], tokens[:, 1:])
                 backward(loss)
                 losses.append(float(loss.detach()))
             hpczero.clip_grad_norm_(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         return losses, hpczero.full_state_dict(model)
 
 
-def check(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str, **options: Any
-) -> None:
+def check(world: World, stage: int, transport: str, **options: Any) -> None:
     """Both threads leave the same bits, in bf16. Collective over ``comm``."""
     options |= {"stage": stage, "transport": transport, "precision": "bf16"}
-    losses, weights = trained(topology, apart, **options)
-    expected, its_weights = trained(topology, here, **options)
+    losses, weights = trained(world, apart, **options)
+    expected, its_weights = trained(world, here, **options)
+    world.check_state(weights, its_weights)
     same = [loss.hex() for loss in losses] == [loss.hex() for loss in expected]
-    if weights is not None and its_weights is not None:
-        same = same and all(
-            torch.equal(value, its_weights[name]) for name, value in weights.items()
-        )
-    parallel_assert(comm, same, f"{losses}, on the thread of forward {expected}")
+    world.check(same, f"{losses}, on the thread of forward {expected}")
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("forwards", [1, 2])
-def test_one_rank(
-    comm: MPI.Intracomm, topology: Topology, stage: int, recomputes: bool, forwards: int
-) -> None:
-    check(comm, topology, stage, "flat", recomputes=recomputes, forwards=forwards)
+def test_one_rank(world: World, stage, recomputes, forwards):
+    check(world, stage, "flat", recomputes=recomputes, forwards=forwards)
 
 
 @pytest.mark.ranks(2)
@@ -102,12 +87,5 @@ def test_one_rank(
 @pytest.mark.parametrize("transport", ["ipc", "hierarchical"])
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("forwards", [1, 2])
-def test_two_ranks(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    transport: str,
-    recomputes: bool,
-    forwards: int,
-) -> None:
-    check(comm, topology, stage, transport, recomputes=recomputes, forwards=forwards)
+def test_two_ranks(world: World, stage, transport, recomputes, forwards):
+    check(world, stage, transport, recomputes=recomputes, forwards=forwards)

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from hpczero.errors import CheckpointNotWritten, StepError, TierError
 from hpczero.tier import Tier
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.world import World
 from tests.tier.twins import FailingTier, LateTier, SlowTier
 from tests.zero.whole_training import INPUTS, Numbers, Training, calm
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -48,32 +43,26 @@ def trained(training: Training) -> tuple[list[Numbers], list[torch.Tensor]]:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", [SlowTier, LateTier])
 def test_a_training_whose_last_rank_has_a_bad_tier_has_the_bits_of_memory(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    folder: Path,
-    kind: type[SlowTier | LateTier],
-    stage: int,
-    precision: str,
-) -> None:
+    world: World, folder, kind, stage, precision
+):
     options: dict[str, Any] = {"stage": stage, "precision": precision}
-    expected = trained(Training(topology, folder / "memory", **options))
-    tier = kind if comm.rank == comm.size - 1 else calm
-    away = Training(topology, folder / "away", tier=tier, inputs=inputs_of(tier), **options)
+    expected = trained(Training(world.topology, folder / "memory", **options))
+    tier = kind if world.rank == world.size - 1 else calm
+    away = Training(world.topology, folder / "away", tier=tier, inputs=inputs_of(tier), **options)
     found = trained(away)
-    parallel_assert(comm, found[0] == expected[0], f"{found[0]} {expected[0]}")
-    parallel_assert(comm, all(map(torch.equal, found[1], expected[1])), "weights")
+    world.check(found[0] == expected[0], f"{found[0]} {expected[0]}")
+    world.check(all(map(torch.equal, found[1], expected[1])), "weights")
 
 
 class Failing:
     """A training whose last rank has tiers that can be told to fail, after one step and a checkpoint."""
 
-    def __init__(self, comm: MPI.Intracomm, topology: Topology, folder: Path) -> None:
+    def __init__(self, world: World, folder: Path) -> None:
         """Collective."""
-        self.comm, self.last = comm, comm.size - 1
-        self.tiers = {
-            "inputs": FailingTier(blocks=INPUTS["buffers"], block_nbytes=INPUTS["window"])
-        }
-        self.training = Training(topology, folder, tier=self._open, inputs=self.tiers["inputs"])
+        self.world, self.last = world, world.size - 1
+        inputs = FailingTier(blocks=INPUTS["buffers"], block_nbytes=INPUTS["window"])
+        self.tiers = {"inputs": inputs}
+        self.training = Training(world.topology, folder, tier=self._open, inputs=inputs)
         self.training.step(save=True)
         self.expected = self.training.step()
         self.training.load()
@@ -91,32 +80,31 @@ class Failing:
         """
         tier = self.tiers[which]
         for k in range(10_000):
-            if self.comm.rank == self.last:
+            if self.world.rank == self.last:
                 tier.arm(doing, k, EVER if lasting else k + 1)
-            said = said_by_all(self.comm, call)
-            failed = self.comm.bcast(tier.calls > k, root=self.last)
+            said = said_by_all(self.world, call)
+            failed = self.world.comm.bcast(tier.calls > k, root=self.last)
             tier.arm("")
             if not failed:
-                parallel_assert(self.comm, not said, said)
+                self.world.check(not said, said)
                 assert k, "it was never called"
                 return
             if said:
-                here = self.comm.rank == self.last
-                named = (
-                    "EIO" in said if here else f"rank(s) {self.last}" in said.translate(UNLISTED)
-                )
-                parallel_assert(self.comm, named, said)
+                here = self.world.rank == self.last
+                who = "EIO" if here else f"rank(s) {self.last}"
+                named = who in (said if here else said.translate(UNLISTED))
+                self.world.check(named, said)
             yield k, said
 
     def check(self, numbers: Numbers, text: str) -> None:
         """They are those of a step that nothing troubled. Collective."""
-        parallel_assert(self.comm, numbers == self.expected, f"{text}: {numbers} {self.expected}")
+        self.world.check(numbers == self.expected, f"{text}: {numbers} {self.expected}")
 
 
 UNLISTED = str.maketrans("", "", "[]")
 
 
-def said_by_all(comm: MPI.Intracomm, call: Callable[[], object]) -> str:
+def said_by_all(world: World, call: Callable[[], object]) -> str:
     """What ``call`` raises on this rank, empty where it raises nothing on any. Collective."""
     error: Exception | None = None
     try:
@@ -126,8 +114,8 @@ def said_by_all(comm: MPI.Intracomm, call: Callable[[], object]) -> str:
     said = "" if error is None else f"{type(error).__name__}: {error}"
     known = (TierError, StepError, CheckpointNotWritten)
     good = error is None or (isinstance(error, known) and error.agreed)
-    alike = len({text.split(":")[0] for text in comm.allgather(said)}) == 1
-    parallel_assert(comm, good and alike, said)
+    alike = len({text.split(":")[0] for text in world.comm.allgather(said)}) == 1
+    world.check(good and alike, said)
     return said
 
 
@@ -136,9 +124,9 @@ def said_by_all(comm: MPI.Intracomm, call: Callable[[], object]) -> str:
 @pytest.mark.parametrize("doing", ["read", "write"])
 @pytest.mark.parametrize("which", ["state", "inputs"])
 def test_wherever_in_a_step_a_tier_fails_it_is_one_error_and_a_checkpoint_goes_on(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, which: str, doing: str, lasting: bool
-) -> None:
-    failing = Failing(comm, topology, folder)
+    world: World, folder, which, doing, lasting
+):
+    failing = Failing(world, folder)
     training, found = failing.training, []
     told = 0
 
@@ -154,21 +142,21 @@ def test_wherever_in_a_step_a_tier_fails_it_is_one_error_and_a_checkpoint_goes_o
         failing.check(found.pop(), f"{doing} {k}: {said}")
         training.load()
     failing.check(found.pop(), "untroubled")
-    parallel_assert(comm, told or (doing, lasting) == ("read", False))
+    world.check(told or (doing, lasting) == ("read", False))
     training.close()
 
 
 @pytest.mark.parametrize("lasting", [False, True])
 def test_wherever_in_a_save_a_tier_fails_it_is_one_error_and_training_goes_on(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, lasting: bool
-) -> None:
-    failing = Failing(comm, topology, folder)
+    world: World, folder, lasting
+):
+    failing = Failing(world, folder)
     training = failing.training
     save = partial(training.save, "other")
     told = 0
     for _, said in failing.sweep("state", "read", save, lasting=lasting):
         told += "CheckpointNotWritten" in said
-    parallel_assert(comm, told)
+    world.check(told)
     failing.check(training.step(), "after every error")
     training.load("other")
     failing.check(training.step(), "from the save after them")
@@ -178,12 +166,12 @@ def test_wherever_in_a_save_a_tier_fails_it_is_one_error_and_training_goes_on(
 @pytest.mark.worth("a failing disk is one error on all ranks")
 @pytest.mark.parametrize("lasting", [False, True])
 def test_wherever_in_a_load_a_tier_fails_it_is_one_error_and_the_next_load_goes_on(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, lasting: bool
-) -> None:
-    failing = Failing(comm, topology, folder)
+    world: World, folder, lasting
+):
+    failing = Failing(world, folder)
     training = failing.training
     for k, said in failing.sweep("state", "write", training.load, lasting=lasting):
-        parallel_assert(comm, said, f"write {k} was lost without a word")
+        world.check(said, f"write {k} was lost without a word")
         with pytest.raises(StepError, match="load a checkpoint"):
             training.step()
         training.optimizer.zero_grad()

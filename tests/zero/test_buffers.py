@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import hpczero
 from hpczero.errors import PlanError, StepError
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import Refusal, adamw, mlp_input, raises_on_all, sgd, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import adamw, mlp_input, sgd, update
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
@@ -47,39 +41,35 @@ class RunningMean(nn.Module):
 
 
 @STAGES
-def test_replaced_buffers_are_those_of_rank_0_and_saved(
-    comm: MPI.Intracomm, topology: Topology, stage: int, tmp_path: Path
-) -> None:
+def test_replaced_buffers_are_those_of_rank_0_and_saved(world: World, stage, folder):
     plain = RunningMean()
     for step in range(3):
         plain(mlp_input(100 * step))
-    folder = Path(comm.bcast(str(tmp_path), root=0))
     model = RunningMean()
     optimizer = adamw(model, lr=0.0)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
+    with world.zeroified(model, optimizer, stage=stage):
         for step in range(3):
-            model(mlp_input(comm.rank + 100 * step)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            model(mlp_input(world.rank + 100 * step)).square().sum().backward()
+            update(optimizer)
         for name, expected in plain.named_buffers():
-            parallel_assert(comm, torch.equal(model.get_buffer(name), expected), name)
+            world.check(torch.equal(model.get_buffer(name), expected), name)
         state = hpczero.full_state_dict(model)
-        parallel_assert(comm, state is None or set(state) == set(plain.state_dict()))
+        world.check(state is None or set(state) == set(plain.state_dict()))
         hpczero.checkpoint.save(folder, model, optimizer, step=3)
         model.mean = torch.zeros(7)
         hpczero.checkpoint.load(folder, model, optimizer)
-        parallel_assert(comm, torch.equal(model.mean, plain.mean))
+        world.check(torch.equal(model.mean, plain.mean))
 
 
-def test_buffers_that_went_apart_are_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_buffers_that_went_apart_are_refused(world: World):
     model = RunningMean()
     optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=2, topology=topology):
-        model(mlp_input(comm.rank)).square().sum().backward()
-        if comm.rank == 1:
+    with world.zeroified(model, optimizer, stage=2):
+        model(mlp_input(world.rank)).square().sum().backward()
+        if world.rank == 1:
             model.mean = model.mean.double()
         said = r"rank 1: .* buffer mean \(7,\) torch\.float64"
-        raises_on_all(comm, StepError, said, optimizer.step)
+        world.raises(StepError, said, optimizer.step)
         model.mean = model.mean.float()
         optimizer.step()
 
@@ -141,32 +131,27 @@ def renamed() -> nn.Module:
     ],
 )
 def test_full_state_dict_is_as_the_state_dict_of_a_plain_model(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    make: Callable[[], nn.Module],
-    stage: int,
-    precision: str,
-) -> None:
+    world: World, make, stage, precision
+):
     torch.manual_seed(5)
     model = make()
     expected = copy.deepcopy(model.state_dict())
     tensors = {name: value for name, value in expected.items() if isinstance(value, Tensor)}
-    options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
-    with zeroified(model, adamw(model), **options):
+    with world.zeroified(model, adamw(model), stage=stage, precision=precision):
         state = hpczero.full_state_dict(model)
         fine = state is None or list(state) == list(expected)
-        parallel_assert(comm, fine, f"{state and list(state)} instead of {list(expected)}")
+        world.check(fine, f"{state and list(state)} instead of {list(expected)}")
         if state is not None:
             fine = all(torch.equal(state[n], v) for n, v in tensors.items())
-        parallel_assert(comm, fine)
-        model(mlp_input(comm.rank)).square().sum().backward()
-        parallel_assert(comm, all(p.grad is not None for p in model.parameters()))
+        world.check(fine)
+        model(mlp_input(world.rank)).square().sum().backward()
+        world.check(all(p.grad is not None for p in model.parameters()))
         state = hpczero.full_state_dict(model)
         plain = make()
         if state is not None and make is not renamed:
             plain.load_state_dict(state)
         if make is extra_state:
-            parallel_assert(comm, comm.rank > 0 or plain.get_submodule("1").seen == 1)
+            world.check(world.rank > 0 or plain.get_submodule("1").seen == 1)
 
 
 class Scaled(nn.Module):
@@ -184,25 +169,23 @@ class Scaled(nn.Module):
 
 
 @STAGES
-def test_a_step_leaves_a_buffer_alone_that_nobody_changed(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_a_step_leaves_a_buffer_alone_that_nobody_changed(world: World, stage):
     model = Scaled(torch.ones(4))
     optimizer = sgd(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
+    with world.zeroified(model, optimizer, stage=stage):
         version = model.scale._version
         first, second = (model(torch.ones(2, 4)).sum() for _ in range(2))
         first.backward()
         optimizer.step()
-        parallel_assert(comm, model.scale._version == version)
+        world.check(model.scale._version == version)
         second.backward()  # needs no parameter, as in plain torch
         model.scale.add_(0.0)  # the same bits, on all ranks
-        if comm.rank == 1:
+        if world.rank == 1:
             model.scale.mul_(2.0)
         version = model.scale._version
         optimizer.step()
-        parallel_assert(comm, model.scale._version > version)  # on every rank, rank 0 too
-        parallel_assert(comm, torch.equal(model.scale, torch.ones(4)))
+        world.check(model.scale._version > version)  # on every rank, rank 0 too
+        world.check(torch.equal(model.scale, torch.ones(4)))
 
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -217,33 +200,29 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("replaced", [False, True])
-def test_buffers_of_any_strides_are_those_of_rank_0_and_saved(
-    comm: MPI.Intracomm, topology: Topology, form: str, replaced: bool, tmp_path: Path
-) -> None:
+def test_buffers_of_any_strides_are_those_of_rank_0_and_saved(world: World, form, replaced, folder):
     if form == "inference" and not replaced:
         pytest.skip("refused by zeroify")
-    folder = Path(comm.bcast(str(tmp_path), root=0))
     make = FORMS[form]
-    given = make(torch.arange(4.0) + comm.rank)
+    given = make(torch.arange(4.0) + world.rank)
     model = Scaled(torch.zeros(given.shape, dtype=given.dtype) if replaced else given)
     optimizer = sgd(model)
-    with zeroified(model, optimizer, stage=1, topology=topology):
+    with world.zeroified(model, optimizer, stage=1):
         if replaced:
             model.scale = given
             model.bias.sum().backward()
             optimizer.step()
-        parallel_assert(comm, torch.equal(model.scale, make(torch.arange(4.0))), str(model.scale))
+        world.check(torch.equal(model.scale, make(torch.arange(4.0))), model.scale)
         hpczero.checkpoint.save(folder, model, optimizer, step=1)
         model.scale = make(torch.zeros(4))
         hpczero.checkpoint.load(folder, model, optimizer)
-        parallel_assert(comm, torch.equal(model.scale, make(torch.arange(4.0))), str(model.scale))
+        world.check(torch.equal(model.scale, make(torch.arange(4.0))), model.scale)
 
 
-def test_sparse_persistent_buffer_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_sparse_persistent_buffer_is_refused(world: World):
     model = Scaled(torch.eye(4).to_sparse())
-    refused = Refusal(comm, topology)
     said = r"buffer 'scale' is torch\.sparse_coo, expected a dense .* persistent=False"
-    refused(PlanError, said, model, sgd(model))
+    world.refuses(PlanError, said, model, sgd(model))
     model.register_buffer("scale", torch.eye(4).to_sparse(), persistent=False)
-    with zeroified(model, sgd(model), topology=topology):
+    with world.zeroified(model, sgd(model)):
         pass

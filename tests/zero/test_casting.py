@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +12,8 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.errors import StepError
 from hpczero.plan.precision import LossScale, Precision
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, mlp_input
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
@@ -36,18 +31,16 @@ class FromBatch(MLP):
 
 
 @pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
-def test_a_batch_stays_the_callers_and_keeps_what_the_model_adds(
-    comm: MPI.Intracomm, topology: Topology, precision: str | Precision
-) -> None:
+def test_a_batch_stays_the_callers_and_keeps_what_the_model_adds(world: World, precision):
     model = FromBatch()
-    with zeroified(model, adamw(model), stage=3, precision=precision, topology=topology):
-        x = mlp_input(comm.rank)
+    with world.zeroified(model, adamw(model), stage=3, precision=precision):
+        x = mlp_input(world.rank)
         batch: dict[str, Any] = {"x": x, "seen": []}
         model(batch)
-        parallel_assert(comm, batch["x"] is x and x.dtype is torch.float32)
-        parallel_assert(comm, batch["logits"].dtype is torch.float32)
+        world.check(batch["x"] is x and x.dtype is torch.float32)
+        world.check(batch["logits"].dtype is torch.float32)
         (batch["logits"].sum() + batch["seen"][0]).backward()
-        parallel_assert(comm, hpczero.clip_grad_norm_(model, 1e9) > 0)
+        world.check(hpczero.clip_grad_norm_(model, 1e9) > 0)
 
 
 class InPlace(MLP):
@@ -56,28 +49,25 @@ class InPlace(MLP):
         return super().forward(x)
 
 
-def test_a_change_of_a_cast_argument_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_a_change_of_a_cast_argument_is_refused(world: World):
     model = InPlace()
-    with zeroified(model, adamw(model), stage=3, precision="bf16", topology=topology):
+    with world.zeroified(model, adamw(model), stage=3, precision="bf16"):
         with pytest.raises(StepError, match="changed a tensor among its arguments in place"):
-            model(mlp_input(comm.rank))
+            model(mlp_input(world.rank))
         model.zero_grad()
 
 
-def test_the_gradient_of_an_input_has_no_loss_scale(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_the_gradient_of_an_input_has_no_loss_scale(world: World):
     plain = MLP()
-    x = mlp_input(comm.rank).requires_grad_()
+    x = mlp_input(world.rank).requires_grad_()
     plain(x).square().mean().backward()
     expected, x.grad = x.grad, None
-    model = MLP()
-    with zeroified(model, adamw(model), stage=3, precision=FP16, topology=topology):
+    with world.mlp(adamw, stage=3, precision=FP16) as (model, _):
         model(x).square().mean().backward()
         assert x.grad is not None
         assert expected is not None
         close = torch.allclose(x.grad, expected, rtol=0.02, atol=2e-3 * float(expected.abs().max()))
-        parallel_assert(comm, close, f"{x.grad} instead of {expected}")
+        world.check(close, f"{x.grad} instead of {expected}")
 
 
 class Beside(MLP):
@@ -98,19 +88,17 @@ class Beside(MLP):
         return (output, self.beside) if self.returned else output
 
 
-def test_a_loss_left_on_an_attribute_carries_the_loss_scale(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_a_loss_left_on_an_attribute_carries_the_loss_scale(world: World):
     norms = []
     for returned in (True, False):
         model = Beside(returned=returned)
-        with zeroified(model, adamw(model), stage=3, precision=FP16, topology=topology):
-            results = model(mlp_input(comm.rank))
+        with world.zeroified(model, adamw(model), stage=3, precision=FP16):
+            results = model(mlp_input(world.rank))
             output, beside = results if returned else (results, model.beside)
             assert beside is not None
             (1e-3 * output.square().mean() + 10 * beside).backward()
             norms.append(hpczero.clip_grad_norm_(model, 1e9))
-    parallel_assert(comm, norms[0] == norms[1], str(norms))
+    world.check(norms[0] == norms[1], norms)
 
 
 class Written(MLP):
@@ -171,23 +159,21 @@ def _loss(model: Written, x: Tensor) -> Tensor:
     "how", ["dict", "attribute", "parameter", "number first", "state", "nested"]
 )
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_loss_scale_enters_once(
-    comm: MPI.Intracomm, topology: Topology, stage: int, how: str
-) -> None:
+def test_the_loss_scale_enters_once(world: World, stage, how):
     if how == "parameter" and stage == 3:
         return  # refused by name: a parameter is gone when forward is through
     plain = Written(how)
-    sum(_loss(plain, mlp_input(rank)) / comm.size for rank in range(comm.size)).backward()  # type: ignore[union-attr]
+    sum(_loss(plain, mlp_input(rank)) / world.size for rank in range(world.size)).backward()  # type: ignore[union-attr]
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     model = Written(how)
-    with zeroified(model, adamw(model), stage=stage, precision=FP16, topology=topology):
-        _loss(model, mlp_input(comm.rank)).backward()
+    with world.zeroified(model, adamw(model), stage=stage, precision=FP16):
+        _loss(model, mlp_input(world.rank)).backward()
         found = hpczero.full_gradients(model)
     largest = max(float(g.abs().max()) for g in expected.values())
     worst = max(float((found[n] - g).abs().max()) for n, g in expected.items() if n != "raw")
     if how == "parameter":
         worst = max(worst, float((found["raw"] - expected["raw"]).abs().max()))
-    parallel_assert(comm, worst < 0.02 * largest, f"off by {worst / largest} of the largest")
+    world.check(worst < 0.02 * largest, f"off by {worst / largest} of the largest")
 
 
 class Moving(MLP):
@@ -198,15 +184,13 @@ class Moving(MLP):
 
 
 @pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
-def test_inputs_that_a_model_moves_in_their_container_stay_the_callers(
-    comm: MPI.Intracomm, topology: Topology, precision: str | Precision
-) -> None:
+def test_inputs_that_a_model_moves_in_their_container_stay_the_callers(world: World, precision):
     model = Moving()
-    with zeroified(model, adamw(model), stage=3, precision=precision, topology=topology):
-        x = mlp_input(comm.rank).requires_grad_() * 1.0
+    with world.zeroified(model, adamw(model), stage=3, precision=precision):
+        x = mlp_input(world.rank).requires_grad_() * 1.0
         batch = {"x": x}
         model(batch)
-        parallel_assert(comm, batch["moved"] is x)
+        world.check(batch["moved"] is x)
 
 
 class Unreadable(Mapping[str, Tensor]):
@@ -238,65 +222,58 @@ class Encodes(MLP):
 @pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["encode", "__call__"])
 def test_after_arguments_that_cannot_be_cast_calls_are_cast_as_before(
-    comm: MPI.Intracomm, topology: Topology, name: str, precision: str | Precision
-) -> None:
-    model, x = Encodes(), mlp_input(comm.rank)
-    with zeroified(model, adamw(model), stage=2, precision=precision, topology=topology):
+    world: World, name, precision
+):
+    model, x = Encodes(), mlp_input(world.rank)
+    with world.zeroified(model, adamw(model), stage=2, precision=precision):
         hpczero.register_forward(model, "encode")
         expected = model(x)
         batch = {"x": x, "bad": Unreadable(torch.ones(2))}
         with pytest.raises(StepError, match="Unreadable is a mapping that cannot be written to"):
             getattr(model, name)(x, batch)
-        parallel_assert(comm, batch["x"] is x, "the caller's batch holds cast copies")
+        world.check(batch["x"] is x, "the caller's batch holds cast copies")
         for found in (model(x), model.encode(x)):
-            parallel_assert(comm, found.dtype is torch.float32 and torch.equal(found, expected))
+            world.check(found.dtype is torch.float32 and torch.equal(found, expected))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", FP16], ids=["fp32", "bf16", "fp16"])
-def test_a_container_that_raises_changes_no_call(
-    comm: MPI.Intracomm, topology: Topology, precision: str | Precision
-) -> None:
+def test_a_container_that_raises_changes_no_call(world: World, precision):
     class Closed(Unreadable):
         def __getitem__(self, key: str) -> Tensor:
             raise OSError("file is closed")
 
-    model, x = Encodes(), mlp_input(comm.rank)
-    with zeroified(model, adamw(model), stage=3, precision=precision, topology=topology):
+    model, x = Encodes(), mlp_input(world.rank)
+    with world.zeroified(model, adamw(model), stage=3, precision=precision):
         expected = model(x)
         model.store = Closed(x)  # type: ignore[assignment]
-        parallel_assert(comm, torch.equal(model(x), expected))
-        parallel_assert(comm, torch.equal(model(x, {"store": Closed(x)}), expected))
+        world.check(torch.equal(model(x), expected))
+        world.check(torch.equal(model(x, {"store": Closed(x)}), expected))
 
 
-def test_in_fp16_a_penalty_and_a_part_alone_are_refused(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    model = MLP()
-    with zeroified(model, adamw(model), stage=0, precision=FP16, topology=topology):
-        x = mlp_input(comm.rank).requires_grad_()
+def test_in_fp16_a_penalty_and_a_part_alone_are_refused(world: World):
+    with world.mlp(adamw, stage=0, precision=FP16) as (model, _):
+        x = mlp_input(world.rank).requires_grad_()
         output = model(x)
         with pytest.raises(StepError, match="gradient of gradients"):
             torch.autograd.grad(output.sum(), x, create_graph=True)
         model.zero_grad()
         with pytest.raises(StepError, match="carry no loss scale; call the model itself"):
             model.layers[0](x.detach().half())
+        with torch.no_grad():
+            model.layers[0](x.detach().half())
 
 
 @pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_call_in_inference_mode_is_one_without_grad(
-    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str | Precision
-) -> None:
-    model = MLP()
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=stage, precision=precision, topology=topology):
+def test_a_call_in_inference_mode_is_one_without_grad(world: World, stage, precision):
+    with world.mlp(adamw, stage=stage, precision=precision) as (model, optimizer):
         with torch.no_grad():
-            expected = model(mlp_input(comm.rank))
+            expected = model(mlp_input(world.rank))
         with torch.inference_mode():
-            inside = mlp_input(comm.rank)
+            inside = mlp_input(world.rank)
             found = model(inside)
-        parallel_assert(comm, torch.equal(found, expected) and found.dtype is torch.float32)
-        model(mlp_input(comm.rank)).square().sum().backward()
+        world.check(torch.equal(found, expected) and found.dtype is torch.float32)
+        model(mlp_input(world.rank)).square().sum().backward()
         optimizer.step()
 
 
@@ -314,14 +291,12 @@ class WithPositions(MLP):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_where_two_dtypes_meet_torchs_error_says_why(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_where_two_dtypes_meet_torchs_error_says_why(world: World, stage):
     model = WithPositions()
-    with zeroified(model, adamw(model), stage=stage, precision="bf16", topology=topology):
+    with world.zeroified(model, adamw(model), stage=stage, precision="bf16"):
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"(?s)BFloat16.*give it x.dtype.*autocast"):
-                model(mlp_input(comm.rank))
+                model(mlp_input(world.rank))
         model.positions = model.positions.bfloat16()
-        model(mlp_input(comm.rank)).sum().backward()
-        parallel_assert(comm, hpczero.clip_grad_norm_(model, 1e9) > 0)
+        model(mlp_input(world.rank)).sum().backward()
+        world.check(hpczero.clip_grad_norm_(model, 1e9) > 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,26 +19,14 @@ from hpczero.models import GPT, GPTConfig
 from hpczero.options.config import ModelOptions, RunConfig
 from hpczero.run.starting.building import build
 from tests.helpers.cases import EVERYTHING
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import (
-    MLP,
-    adamw,
-    mlp_input,
-    tiny_gpt,
-    tiny_tokens,
-    zeroified,
-)
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, mlp_input, tiny_gpt, tiny_tokens, update
+from tests.helpers.world import World
 
 SIZES = GPTConfig(vocab_size=101, context=16, layers=2, hidden=24, heads=2)
 
 
 def losses(
-    topology: Topology,
+    world: World,
     stage: int,
     *,
     compiled: Literal["", "model", "model in place", "step"],
@@ -46,7 +34,7 @@ def losses(
     before: bool = False,
     precision: str = "fp32",
 ) -> list[float]:
-    options: dict[str, Any] = {"stage": stage, "topology": topology}
+    options: dict[str, Any] = {"stage": stage, "topology": world.topology}
     options |= {"transport": transport, "precision": precision}
     model = GPT(SIZES)
     model.initialize_all(seed=0)
@@ -59,19 +47,16 @@ def losses(
     if before:
         hpczero.zeroify(model, optimizer, **options)
 
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step: Callable[..., None] = update
     if compiled == "step":
-        update = torch.compile(update, backend="aot_eager")
-    generator = torch.Generator().manual_seed(topology.rank)
+        step = torch.compile(update, backend="aot_eager")
+    generator = torch.Generator().manual_seed(world.rank)
     found = []
     for _ in range(3):
         tokens = torch.randint(101, (2, 17), generator=generator)
         loss = called(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        update()
+        step(optimizer)
         found.append(loss.item())
     hpczero.release(model)
     torch._dynamo.reset()  # what it keeps would stay for the tests that follow
@@ -101,50 +86,39 @@ pytestmark = [
         (3, "model in place", "flat", False),
     ],
 )
-def test_a_compiled_model_trains_the_same(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    what: Literal["model", "model in place"],
-    transport: str,
-    before: bool,
-) -> None:
-    eager = losses(topology, stage, compiled="", transport=transport)
-    compiled = losses(topology, stage, compiled=what, transport=transport, before=before)
-    parallel_assert(comm, eager == compiled, f"{eager} {compiled}")
+def test_a_compiled_model_trains_the_same(world: World, stage, what, transport, before):
+    eager = losses(world, stage, compiled="", transport=transport)
+    compiled = losses(world, stage, compiled=what, transport=transport, before=before)
+    world.check(eager == compiled, f"{eager} {compiled}")
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"] if EVERYTHING else ["fp16"])
-def test_a_compiled_model_trains_the_same_in_half_precision(
-    comm: MPI.Intracomm, topology: Topology, precision: str
-) -> None:
-    eager = losses(topology, 3, compiled="", precision=precision)
-    compiled = losses(topology, 3, compiled="model", precision=precision)
-    parallel_assert(comm, eager == compiled, f"{eager} {compiled}")
+def test_a_compiled_model_trains_the_same_in_half_precision(world: World, precision):
+    eager = losses(world, 3, compiled="", precision=precision)
+    compiled = losses(world, 3, compiled="model", precision=precision)
+    world.check(eager == compiled, f"{eager} {compiled}")
 
 
 @pytest.mark.worth("torch.compile")
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3] if EVERYTHING else [3])
-def test_a_compiled_update_trains_the_same(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    eager, compiled = (losses(topology, stage, compiled=choice) for choice in ("", "step"))
+def test_a_compiled_update_trains_the_same(world: World, stage):
+    eager, compiled = (losses(world, stage, compiled=choice) for choice in ("", "step"))
     close = all(abs(a - b) < 1e-5 * abs(a) for a, b in zip(eager, compiled, strict=True))
-    parallel_assert(comm, close, f"{eager} {compiled}")
+    world.check(close, f"{eager} {compiled}")
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("transport", ["window", "flat"])
-def test_a_zeroified_model_is_not_traced(topology: Topology, stage: int, transport: str) -> None:
+def test_a_zeroified_model_is_not_traced(world: World, stage, transport):
     model = GPT(SIZES)
     model.initialize_all(seed=0)
-    hpczero.zeroify(model, None, stage=stage, topology=topology, transport=transport)
+    hpczero.zeroify(model, None, stage=stage, topology=world.topology, transport=transport)
     with pytest.raises(StepError, match=r"was called by torch\.jit\.trace"):
         torch.jit.trace(model, (torch.zeros(2, 5, dtype=torch.long),))
     hpczero.release(model)
@@ -153,9 +127,7 @@ def test_a_zeroified_model_is_not_traced(topology: Topology, stage: int, transpo
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_is_compiled_while_gradients_are_there_trains_as_in_plain_torch(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_what_is_compiled_while_gradients_are_there_trains_as_in_plain_torch(world: World, stage):
     """A loop that zeroes gradients when it begins, and evaluates between: under no_grad all is compiled anew."""
 
     def train(model: torch.nn.Module, optimizer: Any, ranks: range, share: float) -> list[float]:
@@ -171,11 +143,11 @@ def test_what_is_compiled_while_gradients_are_there_trains_as_in_plain_torch(
         return found
 
     plain, model = MLP(), MLP()
-    expected = train(plain, adamw(plain), range(comm.size), 1 / comm.size)
+    expected = train(plain, adamw(plain), range(world.size), 1 / world.size)
     optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        found = train(model, optimizer, range(comm.rank, comm.rank + 1), 1.0)
-    parallel_assert(comm, found == pytest.approx(expected, rel=1e-5), f"{found}, {expected}")
+    with world.zeroified(model, optimizer, stage=stage):
+        found = train(model, optimizer, world.own, 1.0)
+    world.check(found == pytest.approx(expected, rel=1e-5), f"{found}, {expected}")
 
 
 # --- blocks, all of them one graph
@@ -199,7 +171,7 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
 
 
 def train_blocks(
-    topology: Topology,
+    world: World,
     way: Callable[[nn.Module], None] = lambda block: None,
     *,
     before: bool = False,
@@ -223,19 +195,18 @@ def train_blocks(
     for block in model.blocks if before else ():
         way(block)
     found, graphs = [], []
-    with zeroified(model, optimizer, topology=topology, **options):
+    with world.zeroified(model, optimizer, **options):
         for block in () if before else model.blocks:
             way(block)
         for step in range(4):
             for micro in range(micro_batches):
-                tokens = tiny_tokens(topology.rank + 10 * step + 100 * micro)
+                tokens = tiny_tokens(world.rank + 10 * step + 100 * micro)
                 with hpczero.accumulate(model, micro, micro_batches):
                     loss = model(tokens, tokens)
                     loss.backward()
                 found.append(loss.item())
             hpczero.clip_grad_norm_(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             if evaluated:
                 model.eval()
                 with torch.no_grad():
@@ -265,27 +236,23 @@ def train_blocks(
         ("forward", {"stage": 0, "adapted": True, "recomputed": True}),
     ],
 )
-def test_all_blocks_are_one_graph_that_is_compiled_once(
-    comm: MPI.Intracomm, topology: Topology, way: str, options: dict[str, Any]
-) -> None:
-    eager, _ = train_blocks(topology, **options)
-    compiled, counts = train_blocks(topology, WAYS[way], **options)
-    parallel_assert(comm, eager == compiled, f"{eager} {compiled}")
+def test_all_blocks_are_one_graph_that_is_compiled_once(world: World, way, options):
+    eager, _ = train_blocks(world, **options)
+    compiled, counts = train_blocks(world, WAYS[way], **options)
+    world.check(eager == compiled, f"{eager} {compiled}")
     # One more without gradients, and for the first of adapted blocks, whose input needs none.
     graphs = 1 + options.get("evaluated", False) + options.get("adapted", False)
     expected = Counts(graphs, later=0, breaks=0)
-    parallel_assert(comm, counts == expected, f"{counts}")
+    world.check(counts == expected, f"{counts}")
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("compiled", [True, False])
-def test_the_training_command_compiles_every_block(
-    topology: Topology, monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
+def test_the_training_command_compiles_every_block(world: World, monkeypatch, compiled):
     found: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda module: found.append(module))
     config = RunConfig(model=ModelOptions(compile=compiled))
-    model, _ = build(config, GPTAdapter(SIZES), topology, HostAccelerator())
+    model, _ = build(config, GPTAdapter(SIZES), world.topology, HostAccelerator())
     hpczero.release(model)
     assert found == (list(model.get_submodule("blocks").children()) if compiled else [])

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,28 +17,20 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.zero.update.streamed import DelayedUpdate
 from tests.helpers import late
-from tests.helpers.late import LateAccelerator
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified
+from tests.helpers.small_models import MLP, adamw, mlp_input, same_state, update
+from tests.helpers.world import World
 from tests.zero.late_steps import (
     MAKERS,
-    OFFLOAD,
     SIZES,
     Late,
-    Maker,
     backward,
+    check_late,
+    delayed,
     expect_steps,
     gradients_of,
-    options_of,
-    same,
     take_steps,
     weights_now,
 )
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -50,46 +41,34 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_each_step_shows_the_update_of_the_one_before(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    make: Maker,
-    clip: float | None,
-    parts: int,
-    precision: str,
-) -> None:
+    world: World, stage, make, clip, parts, precision
+):
     """Weights after every step, with a scheduler, against plain torch; the last update comes with ``finish_update``."""
-    expected = Late(make)
-    model = MLP(SIZES)
-    optimizer = make(model.parameters())
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-    options: dict[str, Any] = {"stage": stage, "topology": topology, "device": LateAccelerator()}
-    options.update(precision=precision, transport="flat")
 
     def right() -> bool:
         wanted = expected.weights
         if precision == "bf16":
             wanted = {name: value.bfloat16().float() for name, value in wanted.items()}
-        return same(wanted, weights_now(model))
+        return same_state(wanted, weights_now(model))
 
-    with zeroified(model, optimizer, offload=OFFLOAD, **options):
+    with delayed(world, make, stage=stage, precision=precision) as (expected, model, optimizer):
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
         for step in range(5):
-            gradients = gradients_of(topology, expected.weights, step, clip, parts, precision)
+            gradients = gradients_of(world, expected.weights, step, clip, parts, precision)
             for part in range(parts):
                 with hpczero.accumulate(model, part, parts):
-                    backward(model, comm.rank, step + 100 * part)
+                    backward(model, world.rank, step + 100 * part)
             if clip is not None:
                 hpczero.clip_grad_norm_(model, clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             expected.step(gradients, optimizer.param_groups[0]["lr"])
             scheduler.step()
-            parallel_assert(comm, right(), f"other weights, step {step}")
+            world.check(right(), f"other weights, step {step}")
         hpczero.finish_update(model)
         expected.finish()
-        parallel_assert(comm, right(), "other weights at the end")
+        world.check(right(), "other weights at the end")
         hpczero.finish_update(model)  # there is nothing more
-        parallel_assert(comm, right(), "an update was taken twice")
+        world.check(right(), "an update was taken twice")
 
 
 READS: dict[str, Callable[[nn.Module], dict[str, Tensor] | None]] = {
@@ -112,33 +91,21 @@ def released(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
-def test_whoever_reads_the_weights_reads_all_updates(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    read: Callable[[nn.Module], dict[str, Tensor] | None],
-) -> None:
-    make = MAKERS["AdamW fused"]
-    expected, model = Late(make), MLP(SIZES)
-    optimizer = make(model.parameters())
-    with zeroified(model, optimizer, **options_of(topology)):
-        take_steps(model, optimizer, comm.rank, range(3))
-        expect_steps(expected, topology, range(3))
-        parallel_assert(comm, same(expected.weights, weights_now(model)), "not late")
+def test_whoever_reads_the_weights_reads_all_updates(world: World, read):
+    with delayed(world) as (expected, model, optimizer):
+        take_steps(model, optimizer, world.rank, range(3))
+        expect_steps(expected, world, range(3))
+        check_late(world, expected, model)
         expected.finish()
         found = read(model)
-        parallel_assert(
-            comm, found is None or same(expected.weights, found), "an update is missing"
-        )
+        world.check_state(found, expected.weights)
 
 
-def test_a_program_may_change_values_between_steps(comm: MPI.Intracomm, topology: Topology) -> None:
-    make = MAKERS["AdamW fused"]
-    expected, model = Late(make), MLP(SIZES)
-    optimizer = make(model.parameters())
-    with zeroified(model, optimizer, **options_of(topology)):
+def test_a_program_may_change_values_between_steps(world: World):
+    with delayed(world) as (expected, model, optimizer):
         for first in (0, 2, 4):
-            take_steps(model, optimizer, comm.rank, range(first, first + 2))
-            expect_steps(expected, topology, range(first, first + 2))
+            take_steps(model, optimizer, world.rank, range(first, first + 2))
+            expect_steps(expected, world, range(first, first + 2))
             expected.finish()
             with hpczero.gathered(model, modifier_rank=0):
                 for parameter in model.parameters():
@@ -146,88 +113,68 @@ def test_a_program_may_change_values_between_steps(comm: MPI.Intracomm, topology
             with torch.no_grad():
                 for parameter in expected.model.parameters():
                     parameter.mul_(0.9)
-        parallel_assert(comm, same(expected.weights, weights_now(model)), "other weights")
+        check_late(world, expected, model)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_has_all_updates_and_whoever_loads_it_goes_on_alike(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, precision: str, background: bool
-) -> None:
+    world: World, folder, precision, background
+):
     """The run that has saved and the one that loads are both without an update on its way."""
     ends = []
-    model = MLP(SIZES)
-    optimizer = adamw(model, fused=True)
-    with zeroified(model, optimizer, **options_of(topology, precision=precision)):
-        take_steps(model, optimizer, comm.rank, range(3))
+    with delayed(world, precision=precision) as (_, model, optimizer):
+        take_steps(model, optimizer, world.rank, range(3))
         with hpczero.checkpoint.Checkpoints(folder, model, background=background) as checkpoints:
             checkpoints.save(3)
-            take_steps(model, optimizer, comm.rank, range(3, 6))
+            take_steps(model, optimizer, world.rank, range(3, 6))
         ends.append(hpczero.full_state_dict(model))
-    model = MLP(SIZES, seed=8)
-    optimizer = adamw(model, fused=True)
-    with zeroified(model, optimizer, **options_of(topology, precision=precision)):
-        take_steps(model, optimizer, comm.rank, range(2))  # one is on its way when it is loaded
+    with delayed(world, precision=precision) as (_, model, optimizer):
+        take_steps(model, optimizer, world.rank, range(2))  # one is on its way when it is loaded
         hpczero.checkpoint.load(folder, model)
-        take_steps(model, optimizer, comm.rank, range(3, 6))
+        take_steps(model, optimizer, world.rank, range(3, 6))
         ends.append(hpczero.full_state_dict(model))
-    if ends[0] is not None and ends[1] is not None:
-        assert same(ends[0], ends[1])
+    world.check_state(*ends)
     if precision == "fp32":
         expected = Late(MAKERS["AdamW fused"])
-        expect_steps(expected, topology, range(3))
+        expect_steps(expected, world, range(3))
         expected.finish()
         model = MLP(SIZES)
-        with zeroified(model, adamw(model), stage=1, topology=topology):
+        with world.zeroified(model, adamw(model), stage=1):
             hpczero.checkpoint.load(folder, model)
             found = hpczero.full_state_dict(model)
-        parallel_assert(comm, found is None or same(expected.weights, found), "not in the file")
+        world.check_state(found, expected.weights)
 
 
-def test_a_step_that_is_skipped_still_shows_the_one_before(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    make = MAKERS["AdamW fused"]
-    expected, model = Late(make), MLP(SIZES)
-    optimizer = make(model.parameters())
+def test_a_step_that_is_skipped_still_shows_the_one_before(world: World):
     precision = hpczero.Precision(nonfinite="skip")
-    with zeroified(model, optimizer, **options_of(topology, precision=precision)) as sharding:
+    with delayed(world, precision=precision) as (expected, model, optimizer):
         for step in range(6):
             bad = step in (2, 3)
-            gradients = gradients_of(topology, expected.weights, step)
-            backward(model, comm.rank, step, scale=float("inf") if bad else 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            gradients = gradients_of(world, expected.weights, step)
+            backward(model, world.rank, step, scale=float("inf") if bad else 1.0)
+            update(optimizer)
             expected.step(None if bad else gradients, 1e-2)
-            right = same(expected.weights, weights_now(model))
-            parallel_assert(comm, right, f"other weights after step {step}")
-        assert sharding.skipped_steps == 2
+            check_late(world, expected, model, step)
+        assert hpczero.sharding(model).skipped_steps == 2
 
 
-def test_gradients_that_nobody_drops_are_added_to(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_gradients_that_nobody_drops_are_added_to(world: World):
     """While the thread still reads them."""
-    make = MAKERS["AdamW fused"]
-    expected, model = Late(make), MLP(SIZES)
-    optimizer = make(model.parameters())
     total: dict[str, Tensor] | None = None
-    with zeroified(model, optimizer, **options_of(topology)):
+    with delayed(world) as (expected, model, optimizer):
         for step in range(5):
-            new = gradients_of(topology, expected.weights, step)
+            new = gradients_of(world, expected.weights, step)
             total = new if total is None else {name: total[name] + new[name] for name in new}
-            backward(model, comm.rank, step)
-            parallel_assert(comm, same(total, hpczero.full_gradients(model)), "another sum")
+            backward(model, world.rank, step)
+            world.check(same_state(total, hpczero.full_gradients(model)), "another sum")
             optimizer.step()
             expected.step(total, 1e-2)
-            parallel_assert(comm, same(expected.weights, weights_now(model)), f"step {step}")
+            check_late(world, expected, model, step)
 
 
-def test_the_next_batch_is_computed_while_the_host_steps(
-    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_batch_is_computed_while_the_host_steps(world: World, monkeypatch):
     """The thread may not even begin before the next forward has ended: nobody waits for it until then."""
-    make = MAKERS["AdamW fused"]
-    expected, model = Late(make), MLP(SIZES)
-    optimizer = make(model.parameters())
     go = threading.Event()
     do = DelayedUpdate._do
 
@@ -237,9 +184,9 @@ def test_the_next_batch_is_computed_while_the_host_steps(
 
     monkeypatch.setattr(DelayedUpdate, "_do", held_back)
     monkeypatch.setattr(late, "LATE_S", 3e-3)
-    with zeroified(model, optimizer, **options_of(topology)):
+    with delayed(world) as (expected, model, optimizer):
         for step in range(4):
-            x = mlp_input(comm.rank + 7 * step)
+            x = mlp_input(world.rank + 7 * step)
             loss = model(x).square().mean()
             go.set()
             loss.backward()
@@ -247,15 +194,13 @@ def test_the_next_batch_is_computed_while_the_host_steps(
             go.clear()
             optimizer.zero_grad()
         go.set()
-        expect_steps(expected, topology, range(4))
+        expect_steps(expected, world, range(4))
         hpczero.finish_update(model)
         expected.finish()
-        parallel_assert(comm, same(expected.weights, weights_now(model)), "other weights")
+        check_late(world, expected, model)
 
 
-def test_the_late_twin_sees_a_wait_that_is_missing(
-    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_late_twin_sees_a_wait_that_is_missing(world: World, monkeypatch):
     """In fp32 values are sent from where the thread steps on them: it must wait until they are on their way."""
     monkeypatch.setattr(late, "LATE_S", 20e-3)
     do = DelayedUpdate._do
@@ -268,11 +213,8 @@ def test_the_late_twin_sees_a_wait_that_is_missing(
     for wrong in (False, True):
         if wrong:
             monkeypatch.setattr(DelayedUpdate, "_do", hasty)
-        make = MAKERS["AdamW fused"]
-        expected, model = Late(make), MLP(SIZES)
-        optimizer = make(model.parameters())
-        with zeroified(model, optimizer, **options_of(topology)):
-            take_steps(model, optimizer, comm.rank, range(3))
-            expect_steps(expected, topology, range(3))
-            differ.append(not same(expected.weights, weights_now(model)))
-    parallel_assert(comm, differ == [False, True], str(differ))
+        with delayed(world) as (expected, model, optimizer):
+            take_steps(model, optimizer, world.rank, range(3))
+            expect_steps(expected, world, range(3))
+            differ.append(not same_state(expected.weights, weights_now(model)))
+    world.check(differ == [False, True], differ)

@@ -4,49 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import hpczero
 from hpczero.errors import PlanError, StepError, TierError
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_input, raises_on_all, zeroified
-from tests.zero.late_steps import (
-    OFFLOAD,
-    SIZES,
-    backward,
-    options_of,
-    same,
-    take_steps,
-)
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, mlp_input
+from tests.helpers.world import World
+from tests.zero.late_steps import OFFLOAD, backward, delayed, take_steps
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
 
 @pytest.mark.parametrize("kind", [TierError, ValueError])
 def test_what_fails_on_the_thread_is_one_error_of_the_next_step(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[Exception],
-) -> None:
-    model = MLP(SIZES)
-    optimizer = adamw(model, fused=True)
-    with zeroified(model, optimizer, **options_of(topology)) as sharding:
-        take_steps(model, optimizer, comm.rank, range(2))
+    world: World, folder, monkeypatch, kind
+):
+    with delayed(world) as (_, model, optimizer):
+        sharding = hpczero.sharding(model)
+        take_steps(model, optimizer, world.rank, range(2))
         saved = hpczero.checkpoint.Checkpoints(folder, model)
         saved.save(2)
-        take_steps(model, optimizer, comm.rank, range(2, 5))
+        take_steps(model, optimizer, world.rank, range(2, 5))
         expected = hpczero.full_state_dict(model)
         saved.load()
         update: Any = sharding.step.steppers[0].update
@@ -60,19 +41,18 @@ def test_what_fails_on_the_thread_is_one_error_of_the_next_step(
             do(task, twin)
 
         with monkeypatch.context() as patch:
-            if comm.rank == comm.size - 1:
+            if world.rank == world.size - 1:
                 patch.setattr(update, "_do", failing)
-            take_steps(model, optimizer, comm.rank, range(2, 3))
-            backward(model, comm.rank, 3)
+            take_steps(model, optimizer, world.rank, range(2, 3))
+            backward(model, world.rank, 3)
             wanted: Any = TierError if kind is TierError else StepError
-            raises_on_all(comm, wanted, "delayed update.*no more", optimizer.step)
-        raises_on_all(comm, StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
+            world.raises(wanted, "delayed update.*no more", optimizer.step)
+        world.raises(StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
         optimizer.zero_grad()
         saved.load()
-        take_steps(model, optimizer, comm.rank, range(2, 5))
+        take_steps(model, optimizer, world.rank, range(2, 5))
         found = hpczero.full_state_dict(model)
-        same_end = found is None or expected is None or same(expected, found)
-        parallel_assert(comm, same_end, "another end after the checkpoint")
+        world.check_state(found, expected)
 
 
 def clear_each(optimizer: torch.optim.Optimizer) -> None:
@@ -94,43 +74,34 @@ CHANGES: dict[str, Callable[[torch.optim.Optimizer], None]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_state_that_changes_under_an_update_is_refused_and_may_change_after_it(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    folder: Path,
-    change: Callable[[torch.optim.Optimizer], None],
-) -> None:
-    model = MLP(SIZES)
-    optimizer = adamw(model, fused=True)
-    with zeroified(model, optimizer, **options_of(topology)):
-        take_steps(model, optimizer, comm.rank, range(2))
+    world: World, folder, change
+):
+    with delayed(world) as (_, model, optimizer):
+        take_steps(model, optimizer, world.rank, range(2))
         saved = hpczero.checkpoint.Checkpoints(folder, model)
         saved.save(2)
         change(optimizer)
-        take_steps(model, optimizer, comm.rank, range(2, 4))
+        take_steps(model, optimizer, world.rank, range(2, 4))
         change(optimizer)
-        backward(model, comm.rank, 4)
-        raises_on_all(comm, StepError, "finish_update", optimizer.step)
+        backward(model, world.rank, 4)
+        world.raises(StepError, "finish_update", optimizer.step)
         optimizer.zero_grad()
         saved.load()
-        take_steps(model, optimizer, comm.rank, range(2, 4))
+        take_steps(model, optimizer, world.rank, range(2, 4))
 
 
-def test_whole_parameters_inside_a_call_are_refused_while_an_update_is_on_its_way(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    model = MLP(SIZES)
-    optimizer = adamw(model, fused=True)
-    with zeroified(model, optimizer, **options_of(topology)):
-        take_steps(model, optimizer, comm.rank, range(2))
+def test_whole_parameters_inside_a_call_are_refused_while_an_update_is_on_its_way(world: World):
+    with delayed(world) as (_, model, optimizer):
+        take_steps(model, optimizer, world.rank, range(2))
 
         def look(*_: Any) -> None:
             with hpczero.gathered(model):
                 pytest.fail("it is not whole")
 
         handle = model.layers[1].register_forward_hook(look)
-        raises_on_all(comm, StepError, "finish_update", lambda: model(mlp_input(comm.rank)))
+        world.raises(StepError, "finish_update", lambda: model(mlp_input(world.rank)))
         handle.remove()
-        take_steps(model, optimizer, comm.rank, range(2, 4))
+        take_steps(model, optimizer, world.rank, range(2, 4))
 
 
 @pytest.mark.parametrize(
@@ -146,24 +117,16 @@ def test_whole_parameters_inside_a_call_are_refused_while_an_update_is_on_its_wa
         ),
     ],
 )
-def test_a_delay_that_cannot_be_right_is_refused(
-    comm: MPI.Intracomm, topology: Topology, changes: dict[str, Any], text: str
-) -> None:
+def test_a_delay_that_cannot_be_right_is_refused(world: World, changes, text):
     offload = dataclasses.replace(OFFLOAD, **changes)
     model = MLP()
-
-    def start() -> nn.Module:
-        return hpczero.zeroify(model, adamw(model), topology=topology, offload=offload)
-
-    raises_on_all(comm, PlanError, text, start)
+    world.refuses(PlanError, text, model, adamw(model), offload=offload)
 
 
-def test_several_optimizers_are_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_several_optimizers_are_refused(world: World):
     model = MLP()
     first, *others = model.parameters()
     both = (torch.optim.AdamW([first]), torch.optim.AdamW(others))
 
-    def start() -> nn.Module:
-        return hpczero.zeroify(model, both, topology=topology, offload=OFFLOAD)
-
-    raises_on_all(comm, PlanError, "2 optimizers, expected one", start)
+    start = lambda: hpczero.zeroify(model, both, topology=world.topology, offload=OFFLOAD)  # noqa: E731
+    world.raises(PlanError, "2 optimizers, expected one", start)

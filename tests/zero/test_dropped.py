@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 from torch import nn
@@ -14,12 +14,8 @@ from torch import nn
 import hpczero
 from hpczero.zero.zeroify import sharding
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, mlp_backward, sgd
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, mlp_steps, sgd
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -32,39 +28,31 @@ def _threads() -> int:
     return sum(thread.name.startswith("hpczero") for thread in threading.enumerate())
 
 
-def _trained(
-    comm: MPI.Intracomm, topology: Topology | None, stage: int, transport: str
-) -> list[weakref.ref[object]]:
+def _trained(rank: int, topology: Any, stage: int, transport: str) -> list[weakref.ref[object]]:
     """What of a model must go with it; the model has gone when this returns."""
     model = MLP()
     optimizer = sgd(model)
     hpczero.zeroify(model, optimizer, stage=stage, topology=topology, transport=transport)
-    mlp_backward(model, comm.rank)
-    optimizer.step()
-    optimizer.zero_grad()
+    mlp_steps(model, optimizer, rank)
     parts = sharding(model)
     return [weakref.ref(each) for each in (model, optimizer, parts, parts.collectives)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
-def test_a_model_that_is_dropped_is_collected(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
-    _trained(comm, topology, stage, transport)
+def test_a_model_that_is_dropped_is_collected(world: World, stage, transport):
+    _trained(world.rank, world.topology, stage, transport)
     gc.collect()
     before = _descriptors()
-    left = _trained(comm, topology, stage, transport)
+    left = _trained(world.rank, world.topology, stage, transport)
     gc.collect()
-    parallel_assert(comm, [each() for each in left] == [None] * 4)
-    parallel_assert(
-        comm, _descriptors() == before, f"{_descriptors()} descriptors, {before} before"
-    )
+    world.check([each() for each in left] == [None] * 4)
+    world.check(_descriptors() == before, f"{_descriptors()} descriptors, {before} before")
 
 
-def test_the_thread_of_a_dropped_models_own_topology_ends(comm: MPI.Intracomm) -> None:
+def test_the_thread_of_a_dropped_models_own_topology_ends(comm):
     before = _threads()
-    _trained(comm, None, 3, "flat")
+    _trained(comm.rank, None, 3, "flat")
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "hpczero-watchdog":
@@ -73,9 +61,7 @@ def test_the_thread_of_a_dropped_models_own_topology_ends(comm: MPI.Intracomm) -
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_number_of_units_does_not_count_in_descriptors(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_the_number_of_units_does_not_count_in_descriptors(world: World, stage):
     taken = []
     for units in (2, 40):
         model = nn.ModuleList(nn.Linear(2, 2) for _ in range(units))
@@ -84,10 +70,10 @@ def test_the_number_of_units_does_not_count_in_descriptors(
             model,
             sgd(model),
             stage=stage,
-            topology=topology,
+            topology=world.topology,
             transport="window",
             rule=lambda module: [(name,) for name, _ in module.named_children()],
         )
         taken.append(_descriptors() - before)
         hpczero.release(model)
-    parallel_assert(comm, taken[0] == taken[1], f"{taken} descriptors for 2 and for 40 units")
+    world.check(taken[0] == taken[1], f"{taken} descriptors for 2 and for 40 units")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +14,8 @@ import hpczero
 from hpczero.comm.calls import AGAIN
 from hpczero.models.config import GPTConfig
 from hpczero.models.gpt import GPT
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import adamw
+from tests.helpers.world import World
 
 # The model's own file is one of them.
 AT_MOST = {"forward": 17, "backward": 20, "optimizer.step": 25, "one unit": 10, "whole step": 37}
@@ -52,12 +47,12 @@ class Entered:
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_a_step_enters_few_files(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_a_step_enters_few_files(world: World):
     model = GPT(GPTConfig(vocab_size=64, context=16, layers=3, hidden=32, heads=2))
     model.initialize_all(seed=0)
     optimizer = adamw(model)
     tokens = torch.randint(64, (2, 16))
-    with zeroified(model, optimizer, stage=3, topology=topology, transport="flat") as sharding:
+    with world.zeroified(model, optimizer, stage=3, transport="flat") as sharding:
         for _ in range(4):  # what the first steps do once
             entered = Entered()
             with entered.during("forward"):
@@ -80,4 +75,4 @@ def test_a_step_enters_few_files(comm: MPI.Intracomm, topology: Topology) -> Non
                 unit.reshard()
     counts = {part: len(entered.files[part]) for part in AT_MOST}
     more = {part: sorted(entered.files[part]) for part in AT_MOST if counts[part] > AT_MOST[part]}
-    parallel_assert(comm, not more, f"{counts}, expected at most {AT_MOST}; entered are {more}")
+    world.check(not more, f"{counts}, expected at most {AT_MOST}; entered are {more}")

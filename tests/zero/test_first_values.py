@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,17 +19,9 @@ from hpczero.models.initial import InitialWeights
 from hpczero.options.config import LayoutOptions
 from hpczero.run.starting.building import divide
 from hpczero.zero.filling import GAP, SAMPLE, SPAN
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, raises_on_all
+from tests.helpers.small_models import adamw
+from tests.helpers.world import World
 from tests.parallel.layouts import laid_out
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from mpi4py import MPI
-
-    from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4)]
 
@@ -61,85 +56,59 @@ def whole(config: GPTConfig = CONFIG, seed: int = SEED) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def check_bits(comm: MPI.Intracomm, model: nn.Module, config: GPTConfig = CONFIG) -> None:
+def check_bits(world: World, model: nn.Module, config: GPTConfig = CONFIG) -> None:
+    """Of the masters."""
     found = hpczero.full_state_dict(model)
-    wrong = []
-    if comm.rank == 0:
-        assert found is not None
-        expected = whole(config)
-        wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
-        wrong += [name for name in found if name not in expected]
-    parallel_assert(comm, not wrong, f"other bits: {wrong}")
+    world.check((found is None) == (world.rank > 0))
+    world.check_state(found, whole(config))
+
+
+def check_parameters(world: World, model: nn.Module) -> None:
+    """What the model computes with, beside what is optimised."""
+    expected = whole()
+    with hpczero.gathered(model):
+        pairs = {n: (p, expected[n].to(p.dtype)) for n, p in model.named_parameters()}
+        wrong = [name for name, (found, right) in pairs.items() if not torch.equal(found, right)]
+    world.check(not wrong, wrong)
 
 
 def place_of(tier: Tier, folder: Path) -> str | None:
     return str(folder) if tier == "disk" else None
 
 
-def begun(topology: Topology, initialize: Any, **options: Any) -> nn.Module:
+@contextmanager
+def begun(world: World, initialize: Any, **options: Any) -> Iterator[nn.Module]:
+    """Sharded inside."""
     model = on_meta()
-    hpczero.zeroify(model, adamw(model), topology=topology, initialize=initialize, **options)
-    return model
+    with world.zeroified(model, adamw(model), initialize=initialize, **options):
+        yield model
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("transport", ["auto", "flat"])
-def test_bits_are_those_of_one_process(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bits_are_those_of_one_process(world: World, stage, transport, precision):
     initialize = on_meta().initial_weights(seed=SEED)
-    model = begun(topology, initialize, stage=stage, transport=transport)
-    check_bits(comm, model)
-    with hpczero.gathered(model):  # what the model computes with, beside what is optimised
-        seen = {name: p.detach().clone() for name, p in model.named_parameters()}
-    expected = whole()
-    equal = all(torch.equal(value, expected[name]) for name, value in seen.items())
-    parallel_assert(comm, equal, "the parameters")
-    hpczero.release(model)
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_bf16_parameters_are_the_rounded_masters(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = begun(topology, Counted(), stage=stage, precision="bf16")
-    check_bits(comm, model)
-    expected = whole()
-    with hpczero.gathered(model):
-        wrong = [
-            n for n, p in model.named_parameters() if not torch.equal(p, expected[n].bfloat16())
-        ]
-    parallel_assert(comm, not wrong, str(wrong))
-    hpczero.release(model)
+    options = {"stage": stage, "transport": transport, "precision": precision}
+    with begun(world, initialize, **options) as model:
+        check_bits(world, model)
+        check_parameters(world, model)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_frozen_parameters_in_half_precision_are_drawn_too(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = on_meta()
-    hpczero.zeroify(
-        model, None, stage=stage, topology=topology, initialize=Counted(), precision="bf16"
-    )
-    expected = whole()
-    with hpczero.gathered(model):
-        wrong = [
-            n for n, p in model.named_parameters() if not torch.equal(p, expected[n].bfloat16())
-        ]
-    parallel_assert(comm, not wrong, str(wrong))
-    hpczero.release(model)
+def test_frozen_parameters_in_half_precision_are_drawn_too(world: World, stage):
+    model, initialize = on_meta(), Counted()
+    with world.zeroified(model, None, stage=stage, initialize=initialize, precision="bf16"):
+        check_parameters(world, model)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_shards_on_a_tier_are_drawn_too(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, tier: Tier
-) -> None:
+def test_shards_on_a_tier_are_drawn_too(world: World, folder, stage, tier):
     parameters: Literal["device", "host", "disk"] = tier if stage == 3 else "device"
     offload = hpczero.Offload(tier, tier, parameters, folder=place_of(tier, folder))
-    model = begun(topology, Counted(), stage=stage, offload=offload)
-    check_bits(comm, model)
-    hpczero.release(model)
+    with begun(world, Counted(), stage=stage, offload=offload) as model:
+        check_bits(world, model)
 
 
 def layouts(size: int) -> Iterator[dict[str, Any]]:
@@ -153,91 +122,78 @@ def layouts(size: int) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_bits_are_those_of_the_whole_model_in_every_layout(
-    comm: MPI.Intracomm, stage: int, tied: bool
-) -> None:
+def test_bits_are_those_of_the_whole_model_in_every_layout(world: World, stage, tied):
     config = GPTConfig(vocab_size=61, context=12, layers=4, hidden=36, heads=4, tie_embeddings=tied)
-    for degrees in layouts(comm.size):
+    for degrees in layouts(world.size):
         options = LayoutOptions(**degrees)
-        with laid_out(comm, options) as topology:
+        with laid_out(world.comm, options) as topology:
             adapter, model = GPTAdapter(config), on_meta(config)
             initialize = adapter.initializer(model, SEED)
             divide(options, adapter, model, topology)
-            hpczero.zeroify(
-                model, adamw(model), stage=stage, topology=topology, initialize=initialize
-            )
-            check_bits(comm, model, config)
-            hpczero.release(model)
+            how = {"stage": stage, "topology": topology, "initialize": initialize}
+            with world.zeroified(model, adamw(model), **how):
+                check_bits(world, model, config)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_bits_of_columns_that_lie_far_apart(comm: MPI.Intracomm) -> None:
-    with laid_out(comm, LayoutOptions(tensor=2)) as topology:
+def test_bits_of_columns_that_lie_far_apart(world: World):
+    with laid_out(world.comm, LayoutOptions(tensor=2)) as topology:
         adapter, model = GPTAdapter(WIDE), on_meta(WIDE)
         initialize = adapter.initializer(model, SEED)
         divide(LayoutOptions(tensor=2), adapter, model, topology)
         assert WIDE.hidden // 2 < GAP < SPAN
-        hpczero.zeroify(model, adamw(model), stage=3, topology=topology, initialize=initialize)
-        check_bits(comm, model, WIDE)
-        hpczero.release(model)
+        with world.zeroified(model, adamw(model), topology=topology, initialize=initialize):
+            check_bits(world, model, WIDE)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_draws_its_shard_once_and_samples(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_a_rank_draws_its_shard_once_and_samples(world: World, stage):
     initialize = Counted()
-    model = begun(topology, initialize, stage=stage)
-    units = hpczero.sharding(model).units
-    owned = sum(unit.owned_numel for unit in units)
-    parameters = sum(len(unit.parameters) for unit in units)
-    most = owned + 3 * SAMPLE * parameters  # begin, end, and the end of the shard again
-    parallel_assert(comm, owned <= initialize.drawn <= most, f"{initialize.drawn} of {owned}")
-    hpczero.release(model)
+    with begun(world, initialize, stage=stage) as model:
+        units = hpczero.sharding(model).units
+        owned = sum(unit.owned_numel for unit in units)
+        parameters = sum(len(unit.parameters) for unit in units)
+        most = owned + 3 * SAMPLE * parameters  # begin, end, and the end of the shard again
+        world.check(owned <= initialize.drawn <= most, f"{initialize.drawn} of {owned}")
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("degrees", [{}, {"shard": "1"}], ids=["shards", "replicas"])
-def test_ranks_without_an_element_and_parameters_without_one(
-    comm: MPI.Intracomm, stage: int, degrees: dict[str, Any]
-) -> None:
+def test_ranks_without_an_element_and_parameters_without_one(world: World, stage, degrees):
     class Number(InitialWeights):
         """Each element is its place, so that a wrong one shows where it came from."""
 
         def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
             values.copy_(torch.arange(start, start + len(values)) + 1000.0 * len(name))
 
-    with laid_out(comm, LayoutOptions(**degrees)) as topology:
+    with laid_out(world.comm, LayoutOptions(**degrees)) as topology:
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(3, 1), nn.Linear(5, 0), nn.Linear(13, 17))
         initialize = Number(seed=0, layers=1)
-        hpczero.zeroify(model, adamw(model), stage=stage, topology=topology, initialize=initialize)
-        found = hpczero.full_state_dict(model)
-        wrong = []
-        for name, value in (found or {}).items():
-            expected = torch.arange(value.numel()) + 1000.0 * len(name)
-            wrong += [name] * (not torch.equal(value, expected.view(value.shape)))
-        parallel_assert(comm, not wrong, str(wrong))
-        hpczero.release(model)
+        how = {"stage": stage, "topology": topology, "initialize": initialize}
+        with world.zeroified(model, adamw(model), **how):
+            for name, value in (hpczero.full_state_dict(model) or {}).items():
+                expected = torch.arange(value.numel()) + 1000.0 * len(name)
+                assert torch.equal(value, expected.view(value.shape)), name
 
 
 # --- refused
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_with_other_seeds_are_refused(comm: MPI.Intracomm, topology: Topology) -> None:
-    initialize = on_meta().initial_weights(seed=SEED + (comm.rank == 1))
+def test_ranks_with_other_seeds_are_refused(world: World):
+    initialize = on_meta().initial_weights(seed=SEED + (world.rank == 1))
     said = r"gave other values on rank 1 .*'wte.weight' .*keyed by \(seed, name\)"
-    raises_on_all(comm, PlanError, said, lambda: begun(topology, initialize))
+    world.raises(PlanError, said, begun(world, initialize).__enter__)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("degrees", [{"tensor": 2}, {"pipeline": 2}, {"shard": "2"}], ids=str)
-def test_layouts_with_other_seeds_are_refused(comm: MPI.Intracomm, degrees: dict[str, Any]) -> None:
+def test_layouts_with_other_seeds_are_refused(world: World, degrees):
     options = LayoutOptions(**degrees)
-    with laid_out(comm, options) as topology:
+    with laid_out(world.comm, options) as topology:
         # Ranks that hold the same part agree with each other; those beside them do not.
         other = topology.tensor.rank + topology.pipeline.rank + topology.replicate.rank
         adapter = GPTAdapter(CONFIG)
@@ -245,17 +201,12 @@ def test_layouts_with_other_seeds_are_refused(comm: MPI.Intracomm, degrees: dict
         initialize = adapter.initializer(model, SEED + other)
         divide(options, adapter, model, topology)
         optimizer = adamw(model)
-        raises_on_all(
-            comm,
-            PlanError,
-            "first values|fill_range gave other values|initialize gave",
-            lambda: hpczero.zeroify(model, optimizer, topology=topology, initialize=initialize),
-        )
+        said = "first values|fill_range gave other values|initialize gave"
+        how = {"topology": topology, "initialize": initialize}
+        world.raises(PlanError, said, lambda: hpczero.zeroify(model, optimizer, **how))
 
 
-def test_a_sequence_instead_of_a_function_is_refused(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_a_sequence_instead_of_a_function_is_refused(world: World):
     class Sequence(InitialWeights):
         """Each call goes on where the last one stopped, equally on every rank."""
 
@@ -267,31 +218,29 @@ def test_a_sequence_instead_of_a_function_is_refused(
             values.normal_(generator=self.generator)
 
     said = "other values for elements .* when they were asked for again, in another range"
-    raises_on_all(comm, PlanError, said, lambda: begun(topology, Sequence()))
+    world.raises(PlanError, said, begun(world, Sequence()).__enter__)
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("other", ["whole", "later"])
-def test_another_kind_of_initialize_on_one_rank_is_refused(
-    comm: MPI.Intracomm, topology: Topology, other: str
-) -> None:
+def test_another_kind_of_initialize_on_one_rank_is_refused(world: World, other):
     others = {"whole": on_meta().initial_weights(seed=SEED).__call__, "later": hpczero.loaded_later}
-    initialize = others[other] if comm.rank == 1 else Counted()
+    initialize = others[other] if world.rank == 1 else Counted()
     said = r"rank\(s\) \[1\] built another model.* or has another kind of initialize"
-    raises_on_all(comm, PlanError, said, lambda: begun(topology, initialize))
+    world.raises(PlanError, said, begun(world, initialize).__enter__)
 
 
 @pytest.mark.ranks(2, 3)
-def test_an_error_on_one_rank_is_everybodys(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_an_error_on_one_rank_is_everybodys(world: World):
     class Failing(InitialWeights):
         def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
-            if comm.rank == 1 and name == "blocks.1.mlp.expansion.weight" and start > SAMPLE:
+            if world.rank == 1 and name == "blocks.1.mlp.expansion.weight" and start > SAMPLE:
                 raise PlanError("no such weight")
             super().fill_range(name, shape, start, values)
 
     said = r"on rank\(s\) 1, could not .*no such weight"
     initialize = Failing(seed=SEED, layers=2)
-    raises_on_all(comm, PlanError, said, lambda: begun(topology, initialize))
+    world.raises(PlanError, said, begun(world, initialize).__enter__)
 
 
 # --- a checkpoint follows
@@ -300,56 +249,49 @@ def test_an_error_on_one_rank_is_everybodys(comm: MPI.Intracomm, topology: Topol
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_that_awaits_a_checkpoint_has_its_values_after_the_load(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, precision: str
-) -> None:
-    model = begun(topology, Counted(), stage=3)
-    hpczero.checkpoint.save(folder, model, step=0)
-    hpczero.release(model)
-    model = begun(topology, hpczero.loaded_later, stage=stage, precision=precision)
-    hpczero.checkpoint.load(folder, model)
-    check_bits(comm, model)
-    tokens = torch.arange(24).reshape(2, 12)
-    loss = model(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    parallel_assert(comm, bool(torch.isfinite(loss)), f"loss {loss}")
-    hpczero.release(model)
+    world: World, folder, stage, precision
+):
+    with begun(world, Counted(), stage=3) as model:
+        hpczero.checkpoint.save(folder, model, step=0)
+    with begun(world, hpczero.loaded_later, stage=stage, precision=precision) as model:
+        hpczero.checkpoint.load(folder, model)
+        check_bits(world, model)
+        tokens = torch.arange(24).reshape(2, 12)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        world.check(bool(torch.isfinite(loss)), f"loss {loss}")
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_checkpoint_is_awaited_on_a_tier_too(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, tier: Tier
-) -> None:
+def test_a_checkpoint_is_awaited_on_a_tier_too(world: World, folder, tier):
     offload = hpczero.Offload(tier, tier, tier, folder=place_of(tier, folder))
-    model = begun(topology, Counted(), stage=3)
-    hpczero.checkpoint.save(folder / "saved", model, step=0)
-    hpczero.release(model)
-    model = begun(topology, hpczero.loaded_later, stage=3, offload=offload)
-    hpczero.checkpoint.load(folder / "saved", model)
-    check_bits(comm, model)
-    hpczero.release(model)
+    with begun(world, Counted(), stage=3) as model:
+        hpczero.checkpoint.save(folder / "saved", model, step=0)
+    with begun(world, hpczero.loaded_later, stage=3, offload=offload) as model:
+        hpczero.checkpoint.load(folder / "saved", model)
+        check_bits(world, model)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("use", ["forward", "gather", "state", "save"])
-def test_a_model_that_awaits_a_checkpoint_cannot_be_used(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, use: str
-) -> None:
-    model = begun(topology, hpczero.loaded_later, stage=stage)
+def test_a_model_that_awaits_a_checkpoint_cannot_be_used(world: World, folder, stage, use):
+    with begun(world, hpczero.loaded_later, stage=stage) as model:
 
-    def gather() -> None:
-        with hpczero.gathered(model):
-            pass
+        def gather() -> None:
+            with hpczero.gathered(model):
+                pass
 
-    uses = {
-        "forward": lambda: model(torch.zeros(1, 3, dtype=torch.int64)),
-        "gather": gather,
-        "state": lambda: hpczero.full_state_dict(model),
-        "save": lambda: hpczero.checkpoint.save(folder, model, step=0),
-    }
-    said = "initialize=hpczero.loaded_later, and no checkpoint has been loaded; load a checkpoint"
-    if use == "forward":  # which no rank waits in for another
-        with pytest.raises(StepError, match=said):
-            uses[use]()
-    else:
-        raises_on_all(comm, StepError, said, uses[use])
-    hpczero.release(model)
+        uses = {
+            "forward": lambda: model(torch.zeros(1, 3, dtype=torch.int64)),
+            "gather": gather,
+            "state": lambda: hpczero.full_state_dict(model),
+            "save": lambda: hpczero.checkpoint.save(folder, model, step=0),
+        }
+        said = (
+            "initialize=hpczero.loaded_later, and no checkpoint has been loaded; load a checkpoint"
+        )
+        if use == "forward":  # which no rank waits in for another
+            with pytest.raises(StepError, match=said):
+                uses[use]()
+        else:
+            world.raises(StepError, said, uses[use])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,13 +12,8 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.errors import ConfigError, PlanError, StepError
 from hpczero.zero.calls import tensors
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, mlp_input, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, mlp_input, sgd, update
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
@@ -62,108 +56,71 @@ def register(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("transport", ["window", "flat"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_registered_methods_train_as_in_one_process(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
-    plain = Encoder()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        sum(loss(plain, rank) / comm.size for rank in range(comm.size)).backward()  # type: ignore[union-attr]
-        optimizer.step()
-    model = Encoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with zeroified(model, optimizer, stage=stage, topology=topology, transport=transport):
+def test_registered_methods_train_as_in_one_process(world: World, stage, transport):
+    plain, model = Encoder(), Encoder()
+    optimizer, reference = sgd(model), sgd(plain)
+    with world.zeroified(model, optimizer, stage=stage, transport=transport):
         register(model)
         for _ in range(3):
-            optimizer.zero_grad()
-            loss(model, comm.rank).backward()
-            optimizer.step()
-        with hpczero.gathered(model):
-            pairs = zip(model.parameters(), plain.parameters(), strict=True)
-            worst = max(float((a - b).detach().abs().max()) for a, b in pairs)
-    parallel_assert(comm, worst < 1e-6, f"differs by {worst}")
-    parallel_assert(comm, "encode" not in model.__dict__, "release leaves it registered")
-
-
-def test_arguments_and_results_are_cast_in_half_precision(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    model = Encoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with zeroified(model, optimizer, stage=3, topology=topology, precision="bf16"):
-        register(model)
-        output = model.encode(mlp_input(comm.rank))
-        parallel_assert(comm, output.dtype is torch.float32 and output.requires_grad)
+            world.backward(model, plain, loss)
+            update(optimizer, reference)
+        world.check_weights(model, plain, within=1e-6)
+    world.check("encode" not in model.__dict__, "release leaves it registered")
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_casts_and_scales_once_whoever_calls(
-    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
-) -> None:
+def test_half_precision_casts_and_scales_once_whoever_calls(world: World, stage, precision):
     found = []
     for registered, name in ((False, "__call__"), (True, "__call__"), (True, "encode")):
         model = Encoder()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options: dict[str, Any] = {"stage": stage, "topology": topology, "precision": precision}
-        with zeroified(model, optimizer, **options):
+        with world.zeroified(model, sgd(model), stage=stage, precision=precision):
             if registered:
                 register(model)
-            getattr(model, name)(mlp_input(comm.rank)).square().mean().backward()
+            getattr(model, name)(mlp_input(world.rank)).square().mean().backward()
             found.append(hpczero.full_gradients(model))
     for other in found[1:]:
         same = all(torch.equal(found[0][name], other[name]) for name in found[0])
-        parallel_assert(comm, same and len(other) == len(found[0]))
+        world.check(same and len(other) == len(found[0]))
 
 
-def test_function_put_on_the_object_is_registered_and_given_back(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_function_put_on_the_object_is_registered_and_given_back(world: World):
     model, x = Encoder(), mlp_input(0)
     own = partial(Encoder.encode, model)
     model.__dict__["encode"] = own
     expected = model.encode(x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with zeroified(model, optimizer, stage=3, topology=topology):
+    with world.zeroified(model, sgd(model), stage=3):
         register(model)
-        parallel_assert(comm, torch.equal(model.encode(x), expected))
-    parallel_assert(comm, model.__dict__["encode"] is own)
+        world.check(torch.equal(model.encode(x), expected))
+    world.check(model.__dict__["encode"] is own)
 
 
-def test_module_with_a_registered_method_is_not_copied(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_module_with_a_registered_method_is_not_copied(world: World):
     # the copy's method would run on the original's parameters
     model = nn.Sequential(nn.Sequential(Inner(), nn.Linear(3, 3)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with zeroified(model, optimizer, stage=0, topology=topology):
+    with world.zeroified(model, sgd(model), stage=0):
         hpczero.register_forward(model, "0.0.doubled")
         with pytest.raises(PlanError, match=r"registered by hpczero\.register_forward cannot be"):
             copy.deepcopy(model.get_submodule("0.0"))
 
 
-def test_transforms_of_torch_func_are_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_transforms_of_torch_func_are_refused(world: World):
     model = Encoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with zeroified(model, optimizer, stage=3, topology=topology):
+    with world.zeroified(model, sgd(model), stage=3):
         register(model)
         with pytest.raises(StepError, match=r"a transform of torch\.func"):
-            torch.func.grad(lambda x: model.encode(x).sum())(mlp_input(comm.rank))
+            torch.func.grad(lambda x: model.encode(x).sum())(mlp_input(world.rank))
 
 
-def test_a_registered_method_leads_no_search_into_the_sharded_model(
-    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_registered_method_leads_no_search_into_the_sharded_model(world: World, monkeypatch):
     monkeypatch.setattr(tensors, "MOST_OBJECTS", 20)
     model = Encoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with zeroified(model, optimizer, stage=3, topology=topology, precision="fp16") as sharding:
+    with world.zeroified(model, sgd(model), stage=3, precision="fp16") as sharding:
         register(model)
-        output = model(mlp_input(comm.rank))
-        parallel_assert(comm, output.requires_grad)
+        output = model(mlp_input(world.rank))
+        world.check(output.requires_grad)
         assert sharding.schedule is not None
-        parallel_assert(comm, not sharding.schedule.residence.kept.units, "units stay whole")
+        world.check(not sharding.schedule.residence.kept.units, "units stay whole")
         output.sum().backward()
 
 
@@ -174,25 +131,21 @@ class Fragile(Encoder):
         return super().encode(x)
 
 
-def test_error_in_a_method_leaves_nothing_whole(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_error_in_a_method_leaves_nothing_whole(world: World):
     model, x = Fragile(), mlp_input(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with zeroified(model, optimizer, stage=3, topology=topology, transport="flat") as sharding:
+    with world.zeroified(model, sgd(model), stage=3, transport="flat") as sharding:
         register(model)
         with pytest.raises(FloatingPointError):
             model.encode(x[:1])
-        parallel_assert(comm, sharding.memory.current.get("unsharded", 0) == 0)
+        world.check(sharding.memory.current.get("unsharded", 0) == 0)
         with torch.no_grad():
-            parallel_assert(comm, torch.equal(model.encode(x), Fragile().encode(x)))
+            world.check(torch.equal(model.encode(x), Fragile().encode(x)))
 
 
-def test_without_registration_the_error_names_the_ways_out(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_without_registration_the_error_names_the_ways_out(world: World):
     model = Encoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with zeroified(model, optimizer, stage=3, topology=topology):
+    with world.zeroified(model, sgd(model), stage=3):
         with pytest.raises(StepError, match=r"hpczero\.register_forward"):
-            model.encode(mlp_input(comm.rank))
+            model.encode(mlp_input(world.rank))
         with pytest.raises(ConfigError, match="expected a method of Encoder"):
             hpczero.register_forward(model, "decode")

@@ -7,21 +7,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from hpczero.errors import TierError
 from hpczero.tier import DiskTier
-from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_disk import fill, free_nbytes, small_disk
-from tests.helpers.small_models import raises_on_all
+from tests.helpers.world import World
 from tests.zero.whole_training import INPUTS, Training
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -30,7 +23,7 @@ PLACE = r"disk tier: .*/hpczero-tier-[^ ]+ .*"
 
 
 @pytest.fixture
-def disk(comm: MPI.Intracomm, folder: Path) -> Iterator[Path]:
+def disk(comm, folder: Path) -> Iterator[Path]:
     """A folder on a small disk, the same on all ranks."""
     with ExitStack() as stack:
         mounted = None
@@ -44,52 +37,52 @@ def disk(comm: MPI.Intracomm, folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def full(comm: MPI.Intracomm, disk: Path, left_nbytes: int) -> Iterator[None]:
+def full(world: World, disk: Path, left_nbytes: int) -> Iterator[None]:
     """Hardly any room inside. Collective."""
-    comm.Barrier()
-    filler = fill(disk, left_nbytes) if comm.rank == 0 else None
-    comm.Barrier()
+    world.comm.Barrier()
+    filler = fill(disk, left_nbytes) if world.rank == 0 else None
+    world.comm.Barrier()
     try:
         yield
     finally:
-        comm.Barrier()
+        world.comm.Barrier()
         if filler is not None:
             filler.unlink()
-        comm.Barrier()
+        world.comm.Barrier()
 
 
 def test_a_disk_without_room_for_the_state_is_told_at_the_start_and_keeps_nothing(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, disk: Path
-) -> None:
-    memory = Training(topology, folder / "memory")
+    world: World, folder, disk
+):
+    memory = Training(world.topology, folder / "memory")
     expected = memory.step()
     memory.close()
     tier = partial(DiskTier, disk)
-    with full(comm, disk, 2**17):
-        before = comm.bcast(free_nbytes(disk))
+    with full(world, disk, 2**17):
+        before = world.comm.bcast(free_nbytes(disk))
         pattern = rf"{PLACE}no room for [0-9,]+ bytes beyond [0-9,]+: .*ENOSPC|rank\(s\).*ENOSPC"
-        raises_on_all(comm, TierError, "ENOSPC", lambda: Training(topology, folder, tier=tier))
-        raises_on_all(comm, TierError, pattern, lambda: Training(topology, folder, tier=tier))
-        comm.Barrier()
-        parallel_assert(comm, comm.bcast(free_nbytes(disk)) == before)
-        parallel_assert(comm, not list(disk.iterdir()))
-    training = Training(topology, folder, tier=tier)
-    parallel_assert(comm, training.step() == expected)
+        world.raises(TierError, "ENOSPC", lambda: Training(world.topology, folder, tier=tier))
+        world.raises(TierError, pattern, lambda: Training(world.topology, folder, tier=tier))
+        world.comm.Barrier()
+        world.check(world.comm.bcast(free_nbytes(disk)) == before)
+        world.check(not list(disk.iterdir()))
+    training = Training(world.topology, folder, tier=tier)
+    world.check(training.step() == expected)
     training.close()
 
 
 def test_a_disk_that_runs_full_under_inputs_of_blocks_is_one_error_of_the_step(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, disk: Path
-) -> None:
-    memory = Training(topology, folder / "memory")
+    world: World, folder, disk
+):
+    memory = Training(world.topology, folder / "memory")
     expected = memory.step()
     memory.close()
     inputs = DiskTier(disk, blocks=INPUTS["buffers"], block_nbytes=INPUTS["window"])
-    training = Training(topology, folder, tier=partial(DiskTier, folder), inputs=inputs)
-    with full(comm, disk, 0):
-        raises_on_all(comm, TierError, rf"{PLACE}ENOSPC|rank\(s\).*ENOSPC", training.step)
+    training = Training(world.topology, folder, tier=partial(DiskTier, folder), inputs=inputs)
+    with full(world, disk, 0):
+        world.raises(TierError, rf"{PLACE}ENOSPC|rank\(s\).*ENOSPC", training.step)
     training.optimizer.zero_grad()
-    parallel_assert(comm, training.step() == expected, "other bits after the error")
+    world.check(training.step() == expected, "other bits after the error")
     training.close()
 
 
@@ -107,18 +100,18 @@ def short_files(*, here: bool, nbytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("nbytes", [4096, 2**15, 2**16])
 def test_a_write_that_the_system_refuses_in_mid_step_is_one_error_and_a_checkpoint_goes_on(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, nbytes: int
-) -> None:
-    training = Training(topology, folder, tier=partial(DiskTier, folder))
+    world: World, folder, nbytes
+):
+    training = Training(world.topology, folder, tier=partial(DiskTier, folder))
     training.step(save=True)
     expected = training.step()
     training.load()
-    last = comm.size - 1
-    with short_files(here=comm.rank == last, nbytes=nbytes):
+    last = world.size - 1
+    with short_files(here=world.rank == last, nbytes=nbytes):
         pattern = rf"{PLACE}(EFBIG|came short).*got [0-9,]+ of [0-9,]+ bytes"
-        said = raises_on_all(comm, TierError, pattern, training.step)
-    parallel_assert(comm, comm.size == 1 or f"rank(s) {last}" in said, said)
+        said = world.raises(TierError, pattern, training.step)
+    world.check(world.size == 1 or f"rank(s) {last}" in said, said)
     training.optimizer.zero_grad()
     training.load()
-    parallel_assert(comm, training.step() == expected, "other bits after the error")
+    world.check(training.step() == expected, "other bits after the error")
     training.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,19 +11,8 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import hpczero
 from hpczero.errors import StepError
-from tests.helpers.small_models import (
-    MLP,
-    check_weights,
-    mlp_backward,
-    mlp_input,
-    sgd,
-    zeroified,
-)
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, mlp_backward, sgd, squares, update
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -60,39 +47,25 @@ ACTS = pytest.mark.parametrize("act", [_parametrize, _set], ids=lambda act: act.
 @STAGES
 @TRANSPORTS
 @ACTS
-def test_inside_gathered_it_trains_as_plain_torch(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    transport: str,
-    act: Callable[[MLP], None],
-) -> None:
+def test_inside_gathered_it_trains_as_plain_torch(world: World, stage, transport, act):
     model = MLP()
     plain = copy.deepcopy(model)
     act(plain)
     reference = torch.optim.SGD(plain.parameters(), lr=0.05)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with zeroified(model, optimizer, stage=stage, topology=topology, transport=transport):
+    with world.zeroified(model, optimizer, stage=stage, transport=transport):
         with hpczero.gathered(model, modifier_rank=0):
             act(model)
         for _ in range(3):
-            losses = [plain(mlp_input(rank)).square().sum() for rank in range(comm.size)]
-            torch.stack(losses).mean().backward()
-            reference.step()
-            reference.zero_grad()
-            mlp_backward(model, comm.rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        check_weights(comm, model, plain, within=1e-6)
+            world.backward(model, plain, squares)
+            update(optimizer, reference)
+        world.check_weights(model, plain, within=1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @ACTS
-def test_outside_of_gathered_it_is_refused_by_name(
-    comm: MPI.Intracomm, topology: Topology, stage: int, act: Callable[[MLP], None]
-) -> None:
-    model = MLP()
-    with zeroified(model, sgd(model), stage=stage, topology=topology):
+def test_outside_of_gathered_it_is_refused_by_name(world: World, stage, act):
+    with world.mlp(sgd, stage=stage) as (model, _):
         act(model)
         with pytest.raises(StepError, match=r"weight'.*register_parametrization.*inside `with"):
-            mlp_backward(model, comm.rank)
+            mlp_backward(model, world.rank)

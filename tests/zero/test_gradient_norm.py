@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hpczero
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, grad, mlp_backward, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, grad, mlp_backward
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -53,60 +48,52 @@ def gradients(model: nn.Module) -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("numel", [10**5, 10**6, pytest.param(10**7, marks=pytest.mark.slow)])
-def test_clipping_is_by_the_norm_of_fp64_in_every_stage(
-    comm: MPI.Intracomm, topology: Topology, numel: int
-) -> None:
+def test_clipping_is_by_the_norm_of_fp64_in_every_stage(world: World, numel):
     norms = []
     for stage in STAGES:
-        model = nn.Sequential(*map(Slope, slopes(numel, rank=comm.rank)))
+        model = nn.Sequential(*map(Slope, slopes(numel, rank=world.rank)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with zeroified(model, optimizer, stage=stage, topology=topology):
+        with world.zeroified(model, optimizer, stage=stage):
             model(torch.zeros(())).backward()
             before = gradients(model)
             norms.append(hpczero.clip_grad_norm_(model, 0.5))
             after = gradients(model)
         expected = float(np.linalg.norm(before))
-        parallel_assert(comm, norms[-1] == pytest.approx(expected, rel=1e-12), str(norms))
+        world.check(norms[-1] == pytest.approx(expected, rel=1e-12), norms)
         # One rounding of the factor and one of the product, each 6e-8 at most.
         close = np.allclose(after, before * (0.5 / (expected + 1e-6)), rtol=1.2e-7, atol=0.0)
-        parallel_assert(comm, close, f"stage {stage}")
-    everywhere = comm.allgather(norms)
-    parallel_assert(
-        comm, all(mine == [norms[0]] * len(STAGES) for mine in everywhere), str(everywhere)
-    )
+        world.check(close, f"stage {stage}")
+    everywhere = world.comm.allgather(norms)
+    world.check(all(mine == [norms[0]] * len(STAGES) for mine in everywhere), everywhere)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_values_whose_squares_fp32_cannot_hold(
-    comm: MPI.Intracomm, topology: Topology, scale: float
-) -> None:
+def test_values_whose_squares_fp32_cannot_hold(world: World, scale):
     for stage in STAGES:
-        model = nn.Sequential(*map(Slope, slopes(5000, rank=comm.rank, scale=scale)))
+        model = nn.Sequential(*map(Slope, slopes(5000, rank=world.rank, scale=scale)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with zeroified(model, optimizer, stage=stage, topology=topology):
+        with world.zeroified(model, optimizer, stage=stage):
             model(torch.zeros(())).backward()
             expected = float(np.linalg.norm(gradients(model)))
             found = hpczero.clip_grad_norm_(model, math.inf)
-        parallel_assert(comm, found == pytest.approx(expected, rel=1e-12, abs=0.0), str(found))
+        world.check(found == pytest.approx(expected, rel=1e-12, abs=0.0), found)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_norms_of_what_is_not_finite(comm: MPI.Intracomm, topology: Topology, value: float) -> None:
-    mine = slopes(1000, rank=comm.rank)
-    if comm.rank == comm.size - 1:
+def test_norms_of_what_is_not_finite(world: World, value):
+    mine = slopes(1000, rank=world.rank)
+    if world.rank == world.size - 1:
         mine[2][3] = value
     model = nn.Sequential(*map(Slope, mine))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rule = lambda model: [(name,) for name, _ in model.named_children()]  # noqa: E731
-    with zeroified(model, optimizer, stage=2, topology=topology, rule=rule):
+    with world.zeroified(model, optimizer, stage=2, rule=rule):
         model(torch.zeros(())).backward()
         found = [hpczero.clip_grad_norm_(model, math.inf, norm_type=p) for p in (2.0, math.inf)]
-        parallel_assert(comm, all(str(f) == str(value) for f in found), str(found))
+        world.check(all(str(f) == str(value) for f in found), found)
 
 
-def test_norm_of_a_gradient_keeps_dimensions_and_takes_a_dtype(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_norm_of_a_gradient_keeps_dimensions_and_takes_a_dtype(world: World):
     model = MLP()
     norms: dict[str, Callable[[Any], Any]] = {
         "linalg": lambda g: torch.linalg.vector_norm(g, keepdim=True, dtype=torch.float64),
@@ -115,15 +102,15 @@ def test_norm_of_a_gradient_keeps_dimensions_and_takes_a_dtype(
         "foreach": lambda g: torch._foreach_norm([g], 2.0, torch.float64)[0],
         "plain": lambda g: g.norm(),
     }
-    with zeroified(model, adamw(model), stage=3, topology=topology):
-        mlp_backward(model, comm.rank)
+    with world.zeroified(model, adamw(model), stage=3):
+        mlp_backward(model, world.rank)
         whole = hpczero.full_gradients(model)
         for name, parameter in model.named_parameters():
             for what, norm in norms.items():
                 found, expected = norm(grad(parameter)), norm(whole[name])
                 alike = (found.shape, found.dtype) == (expected.shape, expected.dtype)
-                parallel_assert(comm, alike, f"{what}: {found} instead of {expected}")
-                parallel_assert(comm, torch.allclose(found, expected), what)
+                world.check(alike, f"{what}: {found} instead of {expected}")
+                world.check(torch.allclose(found, expected), what)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -137,15 +124,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_changes_of_a_gradient_into_itself(
-    comm: MPI.Intracomm, topology: Topology, stage: int, change: Callable[[Any], Any]
-) -> None:
-    model = MLP()
-    with zeroified(model, adamw(model), stage=stage, topology=topology):
-        mlp_backward(model, comm.rank)
+def test_changes_of_a_gradient_into_itself(world: World, stage, change):
+    with world.mlp(adamw, stage=stage) as (model, _):
+        mlp_backward(model, world.rank)
         expected = hpczero.full_gradients(model)
         for parameter in model.parameters():
             change(grad(parameter))
         for name, found in hpczero.full_gradients(model).items():
             change(expected[name])
-            parallel_assert(comm, torch.equal(found, expected[name]), name)
+            world.check(torch.equal(found, expected[name]), name)

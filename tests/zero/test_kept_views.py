@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hpczero
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, check_trains, mlp_input, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, mlp_input
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -38,80 +33,63 @@ KEPT: dict[str, Callable[[nn.Module], Any]] = {
 @STAGES
 @TRANSPORTS
 @pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
-def test_what_is_kept_can_be_read_afterwards(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    transport: str,
-    keep: Callable[[nn.Module], Any],
-) -> None:
+def test_what_is_kept_can_be_read_afterwards(world: World, stage, transport, keep):
     model = MLP()
     expected = torch.as_tensor(keep(MLP())).clone()
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
     optimizer = adamw(model)
-    with zeroified(model, optimizer, **options) as sharding:
+    with world.zeroified(model, optimizer, stage=stage, transport=transport) as sharding:
         with hpczero.gathered(model):
             kept = keep(model)
-        parallel_assert(comm, torch.equal(torch.as_tensor(kept), expected))
-        parallel_assert(comm, sharding.memory.current.get("unsharded", 0) == 0, "memory is held")
-        check_trains(comm, model, optimizer)
+        world.check(torch.equal(torch.as_tensor(kept), expected))
+        world.check(sharding.memory.current.get("unsharded", 0) == 0, "memory is held")
+        world.check_trains(model, optimizer)
         if stage == 3:  # below, parameters stay where they are, as in plain torch
-            parallel_assert(comm, torch.equal(torch.as_tensor(kept), expected), "it changed")
+            world.check(torch.equal(torch.as_tensor(kept), expected), "it changed")
 
 
 @pytest.mark.parametrize("transport", ["flat", "hierarchical"])  # window: memory of all ranks
-def test_array_kept_of_a_forward_does_not_hold_the_unit(
-    comm: MPI.Intracomm, topology: Topology, transport: str
-) -> None:
+def test_array_kept_of_a_forward_does_not_hold_the_unit(world: World, transport):
     model, arrays = MLP(), []
     optimizer = adamw(model)
     handle = model.layers[1].register_forward_hook(
         lambda module, args, output: arrays.append(module[0].weight.detach().numpy())
     )
-    with zeroified(model, optimizer, stage=3, topology=topology, transport=transport) as sharding:
-        model(mlp_input(comm.rank)).sum().backward()
+    with world.zeroified(model, optimizer, stage=3, transport=transport) as sharding:
+        model(mlp_input(world.rank)).sum().backward()
         handle.remove()
-        parallel_assert(comm, sharding.memory.current.get("unsharded", 0) == 0, "memory is held")
+        world.check(sharding.memory.current.get("unsharded", 0) == 0, "memory is held")
         expected = MLP().get_parameter(NAME).detach()
-        parallel_assert(comm, torch.equal(torch.as_tensor(arrays[0]), expected))
-        check_trains(comm, model, optimizer)
+        world.check(torch.equal(torch.as_tensor(arrays[0]), expected))
+        world.check_trains(model, optimizer)
 
 
 @STAGES
 @TRANSPORTS
-def test_state_dict_shows_the_parameters_themselves(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
+def test_state_dict_shows_the_parameters_themselves(world: World, stage, transport):
     # as in plain torch, where writing into it is a way to set parameters
-    model = MLP()
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    with zeroified(model, adamw(model), **options):
+    with world.mlp(adamw, stage=stage, transport=transport) as (model, _):
         with hpczero.gathered(model, modifier_rank=0):
             model.state_dict()[NAME].fill_(0.25)
         state = hpczero.full_state_dict(model)
-        parallel_assert(comm, state is None or bool((state[NAME] == 0.25).all()))
+        world.check(state is None or bool((state[NAME] == 0.25).all()))
 
 
 @TRANSPORTS
-def test_graph_that_was_begun_before_or_inside_gathered(
-    comm: MPI.Intracomm, topology: Topology, transport: str
-) -> None:
+def test_graph_that_was_begun_before_or_inside_gathered(world: World, transport):
     def gradients(model: nn.Module, losses: list[Tensor]) -> list[Tensor]:
         return list(torch.autograd.grad(torch.stack(losses).sum(), list(model.parameters())))
 
     x, plain = mlp_input(0), MLP()
     expected = gradients(plain, [plain(x).square().sum(), plain(2 * x).square().sum()])
-    model = MLP()
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=3, topology=topology, transport=transport):
+    with world.mlp(adamw, stage=3, transport=transport) as (model, optimizer):
         before = model(x).square().sum()
         with hpczero.gathered(model):
             inside = model(2 * x).square().sum()
         (before + inside).backward()
         found = hpczero.full_gradients(model)
         pairs = zip(found.values(), expected, strict=True)
-        parallel_assert(comm, all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs))
-        check_trains(comm, model, optimizer)
+        world.check(all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs))
+        world.check_trains(model, optimizer)
 
 
 class Table(nn.Module):
@@ -140,37 +118,31 @@ class Lookup(nn.Module):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @TRANSPORTS
-def test_view_that_a_block_returns_can_be_used_without_gradients(
-    comm: MPI.Intracomm, topology: Topology, transport: str, nodes: int
-) -> None:
+def test_view_that_a_block_returns_can_be_used_without_gradients(comm, transport, nodes):
     if comm.size % nodes or (transport == "window" and nodes > 1):
         pytest.skip("needs another number of ranks")
-    del topology
     places = [rank * nodes // comm.size for rank in range(comm.size)]
-    there, (plain, model) = hpczero.Topology.create(comm, places), (Lookup(), Lookup())
+    world = World(comm, hpczero.Topology.create(comm, places))
+    plain, model = Lookup(), Lookup()
     model.load_state_dict(plain.state_dict())
     x = torch.ones(2, 3)
-    state = comm.bcast(plain.state_dict(), root=0)
+    state = world.comm.bcast(plain.state_dict(), root=0)
     plain.load_state_dict(state)
-    options: dict[str, Any] = {"stage": 3, "topology": there, "transport": transport}
+    options: dict[str, Any] = {"stage": 3, "transport": transport}
     options["rule"] = lambda _: [(f"blocks.{place}",) for place in range(3)]
-    with zeroified(model, adamw(model), **options) as sharding, torch.no_grad():
+    with world.zeroified(model, adamw(model), **options) as sharding, torch.no_grad():
         for _ in range(2):
-            parallel_assert(comm, torch.allclose(model(x)[0], plain(x)[0]))
+            world.check(torch.allclose(model(x)[0], plain(x)[0]))
             alone = model.blocks[0](3)
-            if (
-                transport != "hierarchical" or nodes == 1
-            ):  # it may lie in memory of all ranks of a node
-                parallel_assert(comm, torch.equal(alone[0], Table()(3)[0]), "called alone")
-        parallel_assert(comm, sharding.memory.current.get("unsharded", 0) == 0, "memory is held")
-    there.free()
+            if transport != "hierarchical" or nodes == 1:  # else it may lie in memory of the node
+                world.check(torch.equal(alone[0], Table()(3)[0]), "called alone")
+        world.check(sharding.memory.current.get("unsharded", 0) == 0, "memory is held")
+    world.topology.free()
 
 
 @TRANSPORTS
 @pytest.mark.parametrize("modifier_rank", [None, 0])
-def test_graph_of_parameters_outlives_gathered(
-    comm: MPI.Intracomm, topology: Topology, transport: str, modifier_rank: int | None
-) -> None:
+def test_graph_of_parameters_outlives_gathered(world: World, transport, modifier_rank):
     def penalty(model: nn.Module) -> Tensor:
         if modifier_rank is not None:
             with torch.no_grad():
@@ -182,46 +154,38 @@ def test_graph_of_parameters_outlives_gathered(
     model, plain = MLP(), MLP()
     expected = torch.autograd.grad(penalty(plain), list(plain.parameters()))
     optimizer = adamw(model)
-    options: dict[str, Any] = {"stage": 3, "topology": topology, "transport": transport}
-    with zeroified(model, optimizer, **options) as sharding:
+    with world.zeroified(model, optimizer, stage=3, transport=transport) as sharding:
         with hpczero.gathered(model, modifier_rank=modifier_rank):
             loss = penalty(model)
             kept = model.get_parameter(NAME).detach()
         loss.backward()
         found = hpczero.full_gradients(model).values()
         pairs = zip(found, expected, strict=True)
-        parallel_assert(comm, all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs))
+        world.check(all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs))
         before = plain.get_parameter(NAME).detach()
         optimizer.step()
-        parallel_assert(comm, sharding.memory.current.get("unsharded", 0) == 0, "memory is held")
+        world.check(sharding.memory.current.get("unsharded", 0) == 0, "memory is held")
         if transport != "window":
-            parallel_assert(comm, torch.equal(kept, before), "what was kept changed")
-        check_trains(comm, model, optimizer)
+            world.check(torch.equal(kept, before), "what was kept changed")
+        world.check_trains(model, optimizer)
 
 
 @TRANSPORTS
-def test_graph_that_one_rank_keeps_is_waited_for_by_all(
-    comm: MPI.Intracomm, topology: Topology, transport: str
-) -> None:
-    model = MLP()
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=3, topology=topology, transport=transport):
+def test_graph_that_one_rank_keeps_is_waited_for_by_all(world: World, transport):
+    with world.mlp(adamw, stage=3, transport=transport) as (model, optimizer):
         with hpczero.gathered(model):
             loss = next(model.parameters()).sum()
-        if comm.rank:
+        if world.rank:
             del loss  # logged on rank 0 alone
-        check_trains(comm, model, optimizer)
+        world.check_trains(model, optimizer)
 
 
-def test_graph_from_before_gathered_does_not_hold_units(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    model = MLP()
-    options: dict[str, Any] = {"stage": 3, "topology": topology, "transport": "flat"}
-    with zeroified(model, adamw(model), **options) as sharding:
-        loss = model(mlp_input(comm.rank)).sum()
+def test_graph_from_before_gathered_does_not_hold_units(world: World):
+    with world.mlp(adamw, stage=3, transport="flat") as (model, _):
+        sharding = hpczero.sharding(model)
+        loss = model(mlp_input(world.rank)).sum()
         loss.backward()
         with hpczero.gathered(model):
             model.state_dict()
         held = sharding.memory.current.get("unsharded", 0)
-        parallel_assert(comm, held == 0, f"{loss} is old, and {held} bytes stay")
+        world.check(held == 0, f"{loss} is old, and {held} bytes stay")

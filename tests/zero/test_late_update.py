@@ -12,7 +12,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +23,7 @@ import hpczero
 from hpczero.comm.background import Background
 from hpczero.comm.rails import Rails
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.small_models import MLP, adamw, mlp_input, squares, zeroified
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
@@ -76,18 +73,16 @@ class Pair:
         for model, optimizer, transport in zip(
             (self.late, self.plain), self.optimizers, ("hierarchical", "flat"), strict=True
         ):
-            hpczero.zeroify(
-                model,
-                optimizer,
-                stage=stage,
-                topology=topology,
-                transport=transport,
-                precision="bf16",
-            )
+            options = {"topology": topology, "transport": transport, "precision": "bf16"}
+            hpczero.zeroify(model, optimizer, stage, **options)
 
     def backward(self) -> None:
         for model in (self.late, self.plain):
-            model(mlp_input(self.rank)).square().mean().backward()
+            squares(model, self.rank).backward()
+
+    def train(self) -> None:
+        self.backward()
+        self.step()
 
     def step(self) -> None:
         """Gathers of ``late`` are held back from here on."""
@@ -97,9 +92,14 @@ class Pair:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
+    def check(self, comm: Any, of: Callable[[nn.Module], Any]) -> None:
+        """Both models give the same bits. Collective."""
+        found, expected = of(self.late), of(self.plain)
+        parallel_assert(comm, same(found, expected), f"{found} {expected}")
+
 
 @contextmanager
-def pairs(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, stage: int) -> Iterator[Pair]:
+def pairs(comm, monkeypatch, stage) -> Iterator[Pair]:
     topology = hpczero.Topology.create(comm, list(range(comm.size)))
     pair = Pair(topology, Gate(monkeypatch), stage)
     yield pair
@@ -183,36 +183,26 @@ def raw(parameter: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("access", ACCESSES)
-def test_whoever_asks_for_a_value_has_the_new_one(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, access: str, stage: int
-) -> None:
+def test_whoever_asks_for_a_value_has_the_new_one(comm, monkeypatch, access, stage):
     with pairs(comm, monkeypatch, stage) as pair:
-        pair.backward()
-        pair.step()
+        pair.train()
         parallel_assert(comm, pair.gate.is_closed, "the step has waited")
         parallel_assert(comm, raw(weight(pair.late)).isnan().all(), "nothing was on its way")
-        found, expected = (ACCESSES[access](m) for m in (pair.late, pair.plain))
-        parallel_assert(comm, same(found, expected), f"{found} {expected}")
+        pair.check(comm, ACCESSES[access])
 
 
-def test_form_and_gradient_of_a_parameter_are_told_without_a_wait(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_form_and_gradient_of_a_parameter_are_told_without_a_wait(comm, monkeypatch):
     with pairs(comm, monkeypatch, 2) as pair:
-        pair.backward()
-        pair.step()
+        pair.train()
         own = weight(pair.late)
         told = (own.shape, own.dtype, own.requires_grad, own.grad, own.numel(), own.is_leaf)
         parallel_assert(comm, told == (torch.Size([15, 15]), HALF, True, None, 225, True))
         parallel_assert(comm, isinstance(own, nn.Parameter) and pair.gate.is_closed)
 
 
-def test_what_asks_nobody_finds_no_value_of_before(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_asks_nobody_finds_no_value_of_before(comm, monkeypatch):
     with pairs(comm, monkeypatch, 1) as pair:
-        pair.backward()
-        pair.step()
+        pair.train()
         with pytest.warns(UserWarning, match="copy construct"):
             found = torch.tensor(weight(pair.late))
         fine = found.isnan().all() or torch.equal(found, weight(pair.plain))
@@ -229,25 +219,19 @@ KEPT: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_views_from_before_the_step_show_what_is_after_it(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, kept: str
-) -> None:
+def test_views_from_before_the_step_show_what_is_after_it(comm, monkeypatch, kept):
     with pairs(comm, monkeypatch, 1) as pair:
         views = [KEPT[kept](model) for model in (pair.late, pair.plain)]
-        pair.backward()
-        pair.step()
+        pair.train()
         found, expected = (torch.as_tensor(view) for view in views)
         parallel_assert(comm, torch.equal(found, expected))
         del views, found, expected
-        pair.backward()
-        pair.step()
+        pair.train()
         parallel_assert(comm, pair.gate.is_closed, "without the view the step need not wait")
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_training_has_the_same_bits(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, stage: int
-) -> None:
+def test_training_has_the_same_bits(comm, monkeypatch, stage):
     with pairs(comm, monkeypatch, stage) as pair:
         for number in range(4):
             pair.backward()
@@ -255,65 +239,51 @@ def test_training_has_the_same_bits(
                 hpczero.clip_grad_norm_(model, 0.1)
             pair.step()
             parallel_assert(comm, pair.gate.is_closed, f"step {number} has waited")
-        found, expected = (hpczero.full_state_dict(m) for m in (pair.late, pair.plain))
-        parallel_assert(comm, same(found, expected))
+        pair.check(comm, hpczero.full_state_dict)
 
 
-def test_a_step_may_follow_a_step(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_may_follow_a_step(comm, monkeypatch):
     with pairs(comm, monkeypatch, 1) as pair:
         pair.backward()
         for _ in range(2):  # on the same gradients
             for optimizer in pair.optimizers:
                 optimizer.step()
-        found, expected = (list(m.parameters()) for m in (pair.late, pair.plain))
-        parallel_assert(comm, all(map(torch.equal, found, expected)))
+        pair.check(comm, lambda m: list(m.parameters()))
 
 
-def test_a_module_that_is_not_called_has_its_values_later(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_is_not_called_has_its_values_later(comm, monkeypatch):
     with pairs(comm, monkeypatch, 2) as pair:
-        pair.backward()
-        pair.step()
+        pair.train()
         for model in (pair.late, pair.plain):
             model.get_submodule("layers.0")(torch.ones(2, 7, dtype=HALF)).sum().backward()
         pair.step()
         for model in (pair.late, pair.plain):
             model(mlp_input(pair.rank)).sum().backward()
-        found, expected = (hpczero.full_gradients(m) for m in (pair.late, pair.plain))
-        parallel_assert(comm, same(found, expected))
+        pair.check(comm, hpczero.full_gradients)
 
 
-def test_changes_inside_gathered_are_of_the_new_values(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_inside_gathered_are_of_the_new_values(comm, monkeypatch):
     with pairs(comm, monkeypatch, 1) as pair:
-        pair.backward()
-        pair.step()
+        pair.train()
         for model in (pair.late, pair.plain):
             with hpczero.gathered(model, modifier_rank=0), torch.no_grad():
                 if comm.rank == 0:
                     weight(model).mul_(2)
-        found, expected = (list(m.parameters()) for m in (pair.late, pair.plain))
-        parallel_assert(comm, all(map(torch.equal, found, expected)))
+        pair.check(comm, lambda m: list(m.parameters()))
 
 
-def test_a_released_model_has_the_new_values(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_released_model_has_the_new_values(comm, monkeypatch):
     topology = hpczero.Topology.create(comm, list(range(comm.size)))
     pair = Pair(topology, Gate(monkeypatch), 2)
-    pair.backward()
-    pair.step()
+    pair.train()
     for model in (pair.late, pair.plain):
         hpczero.release(model)
-    found, expected = (list(m.parameters()) for m in (pair.late, pair.plain))
-    parallel_assert(comm, all(map(torch.equal, found, expected)))
+    pair.check(comm, lambda m: list(m.parameters()))
     parallel_assert(comm, type(weight(pair.late)) is nn.Parameter)
     topology.free()
 
 
-def test_in_fp32_the_step_waits(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_fp32_the_step_waits(comm, monkeypatch):
     """There the masters are a part of what is gathered."""
     topology = hpczero.Topology.create(comm, list(range(comm.size)))
     gate, model = Gate(monkeypatch), MLP()

@@ -76,9 +76,7 @@ def evaluate(
     list(zip(TRANSPORTS, ["Exception", "Exception", "BaseException"], strict=True)),
     ids=IDS,
 )
-def test_a_forward_that_all_ranks_leave_at_one_place_costs_nothing(
-    transport: tuple[str, list[int] | None, bool], kind: str
-) -> None:
+def test_a_forward_that_all_ranks_leave_at_one_place_costs_nothing(transport, kind):
     job = evaluate([3, 3], transport, kind=kind)
     assert job.returncode == 0, job
     assert job.stdout.count("through") == 2, job
@@ -90,9 +88,7 @@ def test_a_forward_that_all_ranks_leave_at_one_place_costs_nothing(
     list(zip(TRANSPORTS, ["BaseException", "Exception", "Exception"], strict=True)),
     ids=IDS,
 )
-def test_a_forward_that_one_rank_leaves_gives_no_rank_other_values(
-    transport: tuple[str, list[int] | None, bool], kind: str
-) -> None:
+def test_a_forward_that_one_rank_leaves_gives_no_rank_other_values(transport, kind):
     job = evaluate([9, 3], transport, kind=kind)
     if transport[0] == "window":  # ranks of one node have shared the values since the first forward
         assert job.returncode == 0, job
@@ -104,7 +100,7 @@ def test_a_forward_that_one_rank_leaves_gives_no_rank_other_values(
 
 
 @pytest.mark.slow
-def test_forwards_that_ranks_leave_at_different_places_give_no_rank_other_values() -> None:
+def test_forwards_that_ranks_leave_at_different_places_give_no_rank_other_values():
     job = evaluate([2, 3], TRANSPORTS[2], again=False)
     assert job.returncode in (1, 86), job  # an error where both compare, else a hang
     assert "another model's result" not in job.stderr, job
@@ -112,9 +108,7 @@ def test_forwards_that_ranks_leave_at_different_places_give_no_rank_other_values
 
 
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
-def test_memory_that_runs_out_for_whole_parameters_leaves_the_unit_as_it_was(
-    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_for_whole_parameters_leaves_the_unit_as_it_was(kind, monkeypatch):
     torch.manual_seed(1)
     plain, model = nn.Linear(64, 64), nn.Linear(64, 64)
     model.load_state_dict(plain.state_dict())
@@ -138,9 +132,7 @@ def test_memory_that_runs_out_for_whole_parameters_leaves_the_unit_as_it_was(
 
 
 @pytest.mark.parametrize("failing", [0, 1], ids=["codes", "values"])
-def test_memory_that_runs_out_for_a_unit_of_codes_leaves_it_as_it_was(
-    failing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_for_a_unit_of_codes_leaves_it_as_it_was(failing, monkeypatch):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh()).requires_grad_(False)
     hpczero.zeroify(

@@ -19,13 +19,12 @@ import hpczero
 from hpczero.accelerator import HostAccelerator, MemoryExport
 from hpczero.comm.inside import Segment
 from hpczero.models import GPT, GPTConfig
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, tiny_gpt, zeroified
+from tests.helpers.small_models import adamw, tiny_gpt
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Sharding, Topology
+    from hpczero import Sharding
+    from hpczero.plan import MemoryPlan
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
@@ -153,6 +152,21 @@ class Peak:
         self.nbytes = max(self.nbytes, self._now() - self._at_rest)
 
 
+def check_ledger(world: World, sharding: Sharding, plan: MemoryPlan) -> None:
+    """It has what is planned of every kind."""
+    current, peak = sharding.memory.current, sharding.memory.peak
+    ledger = {
+        "parameters": (current.get("parameters", 0), plan.parameters),
+        "master": (current.get("master", 0), plan.master),
+        "gradients": (current["gradients"], plan.gradients),
+        "optimizer": (sharding.optimizer_nbytes(), plan.optimizer),
+        "exchange": (current.get("exchange", 0), plan.exchange),
+        "unsharded": (peak.get("unsharded", 0), plan.unsharded),
+    }
+    wrong = {name: pair for name, pair in ledger.items() if not near(*pair)}
+    world.check(not wrong, f"ledger and plan differ: {wrong}")
+
+
 def step(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *, zero_grad: bool = True
 ) -> None:
@@ -165,78 +179,55 @@ def step(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_held_equal_the_plan(
-    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
-) -> None:
+def test_bytes_held_equal_the_plan(world: World, stage, precision):
     with held_bytes() as held:
         model = tiny_gpt(**SIZES)
         optimizer = adamw(model)
-        options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
-        with zeroified(model, optimizer, transport="flat", **options) as sharding:
-            step(model, optimizer, comm.rank)
+        options = {"transport": "flat", "stage": stage, "precision": precision}
+        with world.zeroified(model, optimizer, **options) as sharding:
+            step(model, optimizer, world.rank)
             memory, plan = sharding.memory, sharding.plan.memory()
             memory.reset_peak()
             peak = Peak(sharding)
-            step(model, optimizer, comm.rank, zero_grad=False)
+            step(model, optimizer, world.rank, zero_grad=False)
 
-            ledger = {
-                "parameters": (memory.current.get("parameters", 0), plan.parameters),
-                "master": (memory.current.get("master", 0), plan.master),
-                "gradients": (memory.current["gradients"], plan.gradients),
-                "optimizer": (sharding.optimizer_nbytes(), plan.optimizer),
-                "exchange": (memory.current["exchange"], plan.exchange),
-                "unsharded": (memory.peak.get("unsharded", 0), plan.unsharded),
-            }
-            wrong = {name: pair for name, pair in ledger.items() if not near(*pair)}
-            parallel_assert(comm, not wrong, f"ledger and plan differ: {wrong}")
+            check_ledger(world, sharding, plan)
             # unsharded memory is back, and nothing else is held
-            parallel_assert(comm, memory.current.get("unsharded", 0) == 0)
+            world.check(memory.current.get("unsharded", 0) == 0)
             known = {"parameters", "master", "gradients", "exchange", "unsharded", "initialise"}
-            parallel_assert(comm, set(memory.current) <= known, str(memory.current))
+            world.check(set(memory.current) <= known, memory.current)
 
             measured, expected = held(), plan.states + plan.exchange
-            parallel_assert(comm, near(measured, expected), f"held {measured}, plan {expected}")
+            world.check(near(measured, expected), f"held {measured}, plan {expected}")
             said = f"peak {peak.nbytes}, plan {plan.unsharded}"
-            parallel_assert(comm, near(peak.nbytes, plan.unsharded), said)
+            world.check(near(peak.nbytes, plan.unsharded), said)
 
             # between zero_grad and the next backward there are no reduced gradients
             optimizer.zero_grad()
             reduced = sum(4 * shard.numel() for unit in sharding.units for shard in unit.shards)
             left = plan.gradients - reduced
-            parallel_assert(comm, abs(memory.current["gradients"] - left) <= WITHIN * reduced)
-            parallel_assert(comm, near(measured - held(), reduced), f"{measured}, {reduced}")
+            world.check(abs(memory.current["gradients"] - left) <= WITHIN * reduced)
+            world.check(near(measured - held(), reduced), f"{measured}, {reduced}")
 
 
 @pytest.mark.parametrize("transport", ["window", "ipc"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_held_where_ranks_read_each_others_memory_equal_the_plan(
-    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str, transport: str
-) -> None:
+    world: World, stage, precision, transport
+):
     model = tiny_gpt(**SIZES)
     optimizer = adamw(model)
-    options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
-    with zeroified(model, optimizer, transport=transport, **options) as sharding:
-        step(model, optimizer, comm.rank)
-        step(model, optimizer, comm.rank, zero_grad=False)
-        memory = sharding.memory
-        plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
-        ledger = {
-            "parameters": (memory.current.get("parameters", 0), plan.parameters),
-            "master": (memory.current.get("master", 0), plan.master),
-            "gradients": (memory.current["gradients"], plan.gradients),
-            "optimizer": (sharding.optimizer_nbytes(), plan.optimizer),
-            "exchange": (memory.current.get("exchange", 0), plan.exchange),
-            "unsharded": (memory.peak.get("unsharded", 0), plan.unsharded),
-        }
-        wrong = {name: pair for name, pair in ledger.items() if not near(*pair)}
-        parallel_assert(comm, not wrong, f"ledger and plan differ: {wrong}")
+    options = {"transport": transport, "stage": stage, "precision": precision}
+    with world.zeroified(model, optimizer, **options) as sharding:
+        step(model, optimizer, world.rank)
+        step(model, optimizer, world.rank, zero_grad=False)
+        footprint = sharding.collectives.footprint
+        check_ledger(world, sharding, sharding.plan.memory(footprint=footprint))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_memory_that_a_rank_exports_is_planned(
-    comm: MPI.Intracomm, topology: Topology, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_a_rank_exports_is_planned(world: World, stage, monkeypatch):
     exported: list[int] = []
     right = HostAccelerator.export
 
@@ -246,111 +237,100 @@ def test_memory_that_a_rank_exports_is_planned(
 
     monkeypatch.setattr(HostAccelerator, "export", watched)
     model = tiny_gpt(**{**SIZES, "hidden": 128})
-    with zeroified(
-        model, adamw(model), stage=stage, topology=topology, transport="ipc", precision="bf16"
-    ) as sharding:
+    options = {"stage": stage, "transport": "ipc", "precision": "bf16"}
+    with world.zeroified(model, adamw(model), **options) as sharding:
         plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
         kept = stage <= 1  # whole gradients lie in the block too
         most = plan.exchange + (plan.gradients if kept else 0)
-        parallel_assert(comm, len(exported) == 1, f"{exported}")
-        parallel_assert(comm, 0 < exported[0] <= (1 + WITHIN) * most, f"{exported}, {plan}")
+        world.check(len(exported) == 1, f"{exported}")
+        world.check(0 < exported[0] <= (1 + WITHIN) * most, f"{exported}, {plan}")
         if not kept:
-            parallel_assert(comm, near(exported[0], plan.exchange), f"{exported}, {plan}")
+            world.check(near(exported[0], plan.exchange), f"{exported}, {plan}")
 
 
 @pytest.mark.usefixtures("open_files")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_pages_of_shared_memory_and_private_bytes_add_up_to_the_plan(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_pages_of_shared_memory_and_private_bytes_add_up_to_the_plan(world: World, stage):
     # twice as wide as elsewhere: each rank's part of a unit is rounded up to pages
     sizes = {**SIZES, "hidden": 128}
     others = shared_file_bytes()
     with held_bytes() as held:
         model = tiny_gpt(**sizes)
         optimizer = adamw(model)
-        with zeroified(
-            model, optimizer, stage=stage, topology=topology, transport="window"
-        ) as sharding:
-            step(model, optimizer, comm.rank)
-            step(model, optimizer, comm.rank, zero_grad=False)
+        with world.zeroified(model, optimizer, stage=stage, transport="window") as sharding:
+            step(model, optimizer, world.rank)
+            step(model, optimizer, world.rank, zero_grad=False)
             plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
             files = {k: n for k, n in shared_file_bytes().items() if k not in others}
             ranges = shared_ranges()
             private = held(but_not_in=ranges)
-            found = comm.allreduce(private) + sum(files.values())
-            expected = comm.size * (plan.states + plan.exchange)
+            found = world.comm.allreduce(private) + sum(files.values())
+            expected = world.size * (plan.states + plan.exchange)
             said = f"private {private}, files {files}, plan {plan}"
-            parallel_assert(comm, len(files) >= 1, said)
-            parallel_assert(comm, near(found, expected), f"{found}, not {expected}: {said}")
-            parallel_assert(comm, len(set(comm.allgather(sum(files.values())))) == 1, said)
+            world.check(len(files) >= 1, said)
+            world.check(near(found, expected), f"{found}, not {expected}: {said}")
+            world.check(len(set(world.comm.allgather(sum(files.values())))) == 1, said)
 
 
-def test_sharded_states_are_the_nth_part(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_sharded_states_are_the_nth_part(world: World):
     # the plan's own formula against plain numbers: 16 bytes per parameter over N ranks
     model = tiny_gpt(**SIZES)
     psi, optimizer = sum(p.numel() for p in model.parameters()), adamw(model)
-    with zeroified(model, optimizer, stage=3, topology=topology) as sharding:
-        step(model, optimizer, comm.rank, zero_grad=False)
+    with world.zeroified(model, optimizer, stage=3) as sharding:
+        step(model, optimizer, world.rank, zero_grad=False)
         states = sharding.memory.total - sharding.memory.current["exchange"]
         found = states + sharding.optimizer_nbytes()
-        parallel_assert(comm, near(found, 16 * psi // comm.size), f"{found}, {psi} parameters")
+        world.check(near(found, 16 * psi // world.size), f"{found}, {psi} parameters")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_accumulation_without_sync_gives_its_memory_back(
-    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
-) -> None:
+def test_accumulation_without_sync_gives_its_memory_back(world: World, stage, precision):
     model = tiny_gpt(**SIZES)
-    optimizer, batch = adamw(model), tokens(comm.rank)
-    options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
-    with zeroified(model, optimizer, transport="flat", **options) as sharding:
-        step(model, optimizer, comm.rank)
+    optimizer, batch = adamw(model), tokens(world.rank)
+    options = {"transport": "flat", "stage": stage, "precision": precision}
+    with world.zeroified(model, optimizer, **options) as sharding:
+        step(model, optimizer, world.rank)
         before = sharding.memory.total
         with hpczero.no_sync(model):
             model(batch, batch).backward()
         during = sharding.memory.total
-        step(model, optimizer, comm.rank)
+        step(model, optimizer, world.rank)
         padded = sum(unit.layout.padded_numel for unit in sharding.plan.units)
         # fp32 sums; in fp32 at stage 1 the gradient that is kept anyway holds them
         extra = 0 if (stage, precision) == (1, "fp32") else 4 * padded
-        parallel_assert(comm, near(during - before, extra), f"{during - before}, {extra}")
-        parallel_assert(comm, sharding.memory.total == before)
+        world.check(near(during - before, extra), f"{during - before}, {extra}")
+        world.check(sharding.memory.total == before)
 
 
 @pytest.mark.worth("all memory is given back")
 @pytest.mark.parametrize("stage", [0, 3])
-def test_releasing_and_deleting_the_model_frees_everything(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_releasing_and_deleting_the_model_frees_everything(world: World, stage):
     with held_bytes() as held:
         model = tiny_gpt(**SIZES)
         optimizer = adamw(model)
-        hpczero.zeroify(model, optimizer, stage=stage, topology=topology)
-        step(model, optimizer, comm.rank)
+        hpczero.zeroify(model, optimizer, stage=stage, topology=world.topology)
+        step(model, optimizer, world.rank)
         gone = weakref.ref(hpczero.sharding(model))
         during = held()
         hpczero.release(model)
         del model, optimizer
         left = held()
-        parallel_assert(comm, during > 10_000 and left == 0, f"{during} bytes, then {left}")
-        parallel_assert(comm, gone() is None)
+        world.check(during > 10_000 and left == 0, f"{during} bytes, then {left}")
+        world.check(gone() is None)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_optimizer_that_outlives_the_model_holds_no_whole_parameters(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_optimizer_that_outlives_the_model_holds_no_whole_parameters(world: World, stage):
     model = tiny_gpt(**SIZES)
     optimizer = adamw(model)
-    hpczero.zeroify(model, optimizer, stage=stage, topology=topology)
+    hpczero.zeroify(model, optimizer, stage=stage, topology=world.topology)
     gone = weakref.ref(hpczero.sharding(model))
     hpczero.release(model)
     del model
     gc.collect()
-    parallel_assert(comm, gone() is None, "the optimizer's hooks keep the sharding alive")
-    parallel_assert(comm, len(optimizer.param_groups[0]["params"]) > 0)
+    world.check(gone() is None, "the optimizer's hooks keep the sharding alive")
+    world.check(len(optimizer.param_groups[0]["params"]) > 0)
 
 
 def peak_of(call: Callable[[], object]) -> int:
@@ -376,9 +356,7 @@ def meta_gpt() -> tuple[GPT, torch.optim.AdamW]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_no_rank_holds_the_whole_model_when_it_starts_from_meta(
-    comm: MPI.Intracomm, topology: Topology, precision: str
-) -> None:
+def test_no_rank_holds_the_whole_model_when_it_starts_from_meta(world: World, precision):
     model, optimizer = meta_gpt()
     whole = 4 * sum(p.numel() for p in model.parameters())
 
@@ -387,7 +365,7 @@ def test_no_rank_holds_the_whole_model_when_it_starts_from_meta(
             model,
             optimizer,
             stage=3,
-            topology=topology,
+            topology=world.topology,
             transport="flat",  # the profiler does not see shared memory
             precision=precision,
             initialize=lambda name, tensor: model.initialize(name, tensor, seed=1),
@@ -399,9 +377,9 @@ def test_no_rank_holds_the_whole_model_when_it_starts_from_meta(
     # masters of this rank, and one unit: in fp32 as it is filled, then in the parameter dtype
     unit = max(4 * spec.layout.padded_numel for spec in sharding.plan.units)
     said = f"peak {peak}, at rest {at_rest}, unit {unit}, whole model {whole}"
-    parallel_assert(comm, peak >= at_rest, f"the profiler saw too little: {said}")
-    parallel_assert(comm, peak < at_rest + 3 * unit, said)
-    parallel_assert(comm, peak < whole * 0.9, said)
+    world.check(peak >= at_rest, f"the profiler saw too little: {said}")
+    world.check(peak < at_rest + 3 * unit, said)
+    world.check(peak < whole * 0.9, said)
     hpczero.release(model)
 
 
@@ -418,15 +396,13 @@ class TakesOneWay(nn.Module):
         return second
 
 
-def test_a_unit_of_which_a_forward_calls_some_modules_is_given_back(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_a_unit_of_which_a_forward_calls_some_modules_is_given_back(world: World):
     model = TakesOneWay()
     rule = lambda model: [("layers.0", "layers.1")]  # noqa: E731
-    with zeroified(model, adamw(model), topology=topology, transport="flat", rule=rule) as sharding:
+    with world.zeroified(model, adamw(model), transport="flat", rule=rule) as sharding:
         at_rest = sharding.memory.total
         model.eval()
         with torch.no_grad():
             model(torch.ones(2, 6))
         held = sharding.memory.total
-        parallel_assert(comm, held == at_rest, f"{held} bytes are held, {at_rest} were at rest")
+        world.check(held == at_rest, f"{held} bytes are held, {at_rest} were at rest")

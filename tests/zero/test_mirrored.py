@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,22 +21,17 @@ from hpczero.tier import StagedTier
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.away_shard import MIRROR, SPARE, VALUES
 from tests.helpers.late import LateAccelerator
-from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import (
     MLP,
     adamw,
     mlp_backward,
     mlp_input,
-    raises_on_all,
+    mlp_steps,
     same,
+    update,
     values,
-    zeroified,
 )
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -53,7 +48,7 @@ def everything(medium: Any, folder: Path | None = None, **options: Any) -> Offlo
 HOST = everything("host")
 
 
-def check_mirrors(comm: MPI.Intracomm, sharding: Sharding, when: object = "") -> None:
+def check_mirrors(world: World, sharding: Sharding, when: object = "") -> None:
     """Every window has a mirror, which is what a cast of its values gives. Collective."""
     wrong, found = [], 0
     for unit in sharding.units:
@@ -70,7 +65,7 @@ def check_mirrors(comm: MPI.Intracomm, sharding: Sharding, when: object = "") ->
                 wrong.append(place.record.name)
             store.tier.evict(staged, [])
             found += 1
-    parallel_assert(comm, found and not wrong, f"{when}: of {found} windows: {wrong}")
+    world.check(found and not wrong, f"{when}: of {found} windows: {wrong}")
 
 
 def poison(model: nn.Module, rank: int) -> None:
@@ -84,35 +79,34 @@ def backward(model: nn.Module, rank: int) -> Tensor:
     return loss.detach()
 
 
-def trained(comm: MPI.Intracomm, topology: Topology, precision: Any, **options: Any) -> list[Any]:
+def trained(world: World, precision: Any, **options: Any) -> list[Any]:
     """Losses, and values after steps with all that a loop may do between them."""
     model = MLP(SIZES)
-    options = {"stage": 3, "topology": topology, "precision": precision, **options}
+    options = {"stage": 3, "precision": precision, **options}
     if options["transport"] != "window":  # whose memory is the host's
         options["device"] = LateAccelerator()
     found: list[Any] = []
-    with zeroified(model, adamw(model, fused=True), **options) as sharding:
+    with world.zeroified(model, adamw(model, fused=True), **options) as sharding:
         (optimizer,) = sharding.optimizers
         for step in range(8):
             if step % 3 == 1:
                 with hpczero.no_sync(model):
-                    backward(model, topology.rank)
+                    backward(model, world.rank)
             elif step % 3 == 2:
-                backward(model, topology.rank)
-            found.append(backward(model, topology.rank))
+                backward(model, world.rank)
+            found.append(backward(model, world.rank))
             if step == 4:
-                poison(model, topology.rank)
+                poison(model, world.rank)
             hpczero.clip_grad_norm_(model, 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             if step == 5:
                 with hpczero.gathered(model, modifier_rank=0), torch.no_grad():
                     next(model.parameters())[:3].mul_(1.7)
             if sharding.away.store is not None:
-                check_mirrors(comm, sharding, f"step {step}")
+                check_mirrors(world, sharding, f"step {step}")
         assert sharding.skipped_steps == 1
         with torch.no_grad():
-            found.append(model(mlp_input(topology.rank)))
+            found.append(model(mlp_input(world.rank)))
         found += values(sharding)
     return found
 
@@ -122,21 +116,15 @@ def trained(comm: MPI.Intracomm, topology: Topology, precision: Any, **options: 
 @pytest.mark.parametrize("transport", ["auto", "flat", "window"])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_the_bits_are_those_of_memory_whatever_a_loop_does(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    folder: Path,
-    fraction: float,
-    transport: str,
-    medium: str,
-    precision: Any,
-) -> None:
+    world: World, folder, fraction, transport, medium, precision
+):
     """Accumulation, clipping, a skipped step, values changed inside of gathered; beside a device that is late."""
-    kept = trained(comm, topology, precision, transport=transport)
+    kept = trained(world, precision, transport=transport)
     step: Any = "host" if medium == "host's step" else "device"
     where = "disk" if medium == "disk" else "host"
     offload = everything(where, folder, fraction=fraction, step=step)
-    found = trained(comm, topology, precision, transport=transport, offload=offload)
-    parallel_assert(comm, same(kept, found), "other bits")
+    found = trained(world, precision, transport=transport, offload=offload)
+    world.check(same(kept, found), "other bits")
 
 
 class Partly(nn.Module):
@@ -156,87 +144,77 @@ class Partly(nn.Module):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS.keys())
-def test_frozen_and_unused_parameters_keep_what_they_are(
-    comm: MPI.Intracomm, topology: Topology, precision: Any
-) -> None:
+def test_frozen_and_unused_parameters_keep_what_they_are(world: World, precision):
     ended = []
     for offload in (None, HOST):
         model = Partly()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        options = {"stage": 3, "topology": topology, "precision": precision}
-        with zeroified(model, optimizer, offload=offload, **options) as sharding:
+        options = {"offload": offload, "stage": 3, "precision": precision}
+        with world.zeroified(model, optimizer, **options) as sharding:
             for step in range(5):
-                torch.manual_seed(10 * step + comm.rank)
+                torch.manual_seed(10 * step + world.rank)
                 model(torch.randn(3, 61), 3 + step % 2).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
                 if offload is not None:
-                    check_mirrors(comm, sharding, step)
+                    check_mirrors(world, sharding, step)
             ended.append(values(sharding))
-    parallel_assert(comm, same(*ended), "other bits")
+    world.check(same(*ended), "other bits")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("step", ["device", "host"])
 def test_what_is_loaded_or_imported_is_mirrored_too(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    step: Any,
-    precision: str,
-) -> None:
+    world: World, folder, monkeypatch, step, precision
+):
     """Many rounds, and windows that are closed before all of their elements have passed."""
     monkeypatch.setattr(exchange, "ROUND_NBYTES", 3000)
     monkeypatch.setattr(held, "OPEN_NBYTES", WINDOW // 2)
-    options: dict[str, Any] = {"stage": 3, "precision": precision, "topology": topology}
+    options: dict[str, Any] = {"stage": 3, "precision": precision}
     model = MLP(SIZES)
-    with zeroified(model, adamw(model), **options) as sharding:
-        mlp_backward(model, comm.rank)
+    with world.zeroified(model, adamw(model), **options) as sharding:
+        mlp_backward(model, world.rank)
         next(iter(sharding.optimizers)).step()
         Checkpoints(folder / "saved", model).save(1)
         expected = values(sharding)
         state = hpczero.full_state_dict(model)
-    if comm.rank == 0:
+    if world.rank == 0:
         torch.save(state, folder / "weights.pt")
-    comm.Barrier()
+    world.comm.Barrier()
     offload = everything("host", step=step)
     for imports in (False, True):
         model = MLP(SIZES, seed=8)
-        with zeroified(model, adamw(model), offload=offload, **options) as sharding:
-            mlp_backward(model, comm.rank)
+        with world.zeroified(model, adamw(model), offload=offload, **options) as sharding:
+            mlp_backward(model, world.rank)
             (optimizer,) = sharding.optimizers
             optimizer.step()
             if imports:
                 hpczero.checkpoint.import_weights(folder / "weights.pt", model)
             else:
                 hpczero.checkpoint.load(folder / "saved", model)
-            check_mirrors(comm, sharding)
-            parallel_assert(comm, same(values(sharding), expected))
+            check_mirrors(world, sharding)
+            world.check(same(values(sharding), expected))
             with hpczero.gathered(model):
                 whole = [p.detach().reshape(-1).clone() for p in model.parameters()]
             cast = [v.to(whole[0].dtype) for v in expected]
-            parallel_assert(comm, torch.equal(torch.cat(whole), torch.cat(cast)), "in a pass")
+            world.check(torch.equal(torch.cat(whole), torch.cat(cast)), "in a pass")
 
 
-def test_values_that_are_no_number_are_those_of_a_cast_and_no_mark(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_values_that_are_no_number_are_those_of_a_cast_and_no_mark(world: World):
     """The first elements of shards are where a failed tier leaves its mark."""
     for precision in ("bf16", "fp16"):
         model = MLP(SIZES)
-        options: dict[str, Any] = {"stage": 3, "precision": precision, "topology": topology}
-        with zeroified(model, adamw(model), offload=HOST, **options) as sharding:
+        options = {"offload": HOST, "stage": 3, "precision": precision}
+        with world.zeroified(model, adamw(model), **options) as sharding:
             for unit in sharding.units:
                 with unit.owned_values(changes=True) as here:
                     bits = here.view(torch.int32)
                     for place, pattern in enumerate((0x7FC12345, -1, 0x7F800001, 0x7FFFFFFF)):
                         bits[place :: max(len(bits) // 5, 1)] = pattern
                 unit.publish()
-            check_mirrors(comm, sharding, precision)
+            check_mirrors(world, sharding, precision)
             with hpczero.gathered(model):
                 lost = sum(int(p.detach().isnan().sum()) for p in model.parameters())
-            parallel_assert(comm, lost, "no NaN was left")
+            world.check(lost, "no NaN was left")
 
 
 def in_mirror(sharding: Sharding, offset: int) -> bool:
@@ -273,33 +251,31 @@ def mirrors_fail(sharding: Sharding, *, here: bool) -> Iterator[None]:
 
 @pytest.mark.parametrize("medium", ["host", "disk"])
 def test_a_mirror_that_cannot_be_written_is_one_error_and_a_checkpoint_goes_on(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, medium: Any
-) -> None:
+    world: World, folder, medium
+):
     """In a step, in a change of values, and in a load."""
     model = MLP(SIZES)
-    options: dict[str, Any] = {"stage": 3, "precision": "bf16", "topology": topology}
     (folder / "scratch").mkdir(exist_ok=True)
     offload = everything(medium, folder / "scratch")
-    here = comm.rank == comm.size - 1
-    with zeroified(model, adamw(model), offload=offload, **options) as sharding:
+    here = world.rank == world.size - 1
+    options = {"offload": offload, "stage": 3, "precision": "bf16"}
+    with world.zeroified(model, adamw(model), **options) as sharding:
         (optimizer,) = sharding.optimizers
-        mlp_backward(model, comm.rank)
-        optimizer.step()
-        optimizer.zero_grad()
+        mlp_steps(model, optimizer, world.rank)
         saved = Checkpoints(folder, model)
         saved.save(1)
         before = values(sharding)
 
-        mlp_backward(model, comm.rank)
+        mlp_backward(model, world.rank)
         with mirrors_fail(sharding, here=here):
-            raises_on_all(comm, TierError, "no space left", optimizer.step)
-        raises_on_all(comm, StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
+            world.raises(TierError, "no space left", optimizer.step)
+        world.raises(StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
         with mirrors_fail(sharding, here=here):
-            raises_on_all(comm, TierError, "no space left", saved.load)
-        raises_on_all(comm, StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
+            world.raises(TierError, "no space left", saved.load)
+        world.raises(StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
         saved.load()
-        check_mirrors(comm, sharding)
-        parallel_assert(comm, same(values(sharding), before), "not what was saved")
+        check_mirrors(world, sharding)
+        world.check(same(values(sharding), before), "not what was saved")
 
         with (
             mirrors_fail(sharding, here=here),
@@ -307,39 +283,33 @@ def test_a_mirror_that_cannot_be_written_is_one_error_and_a_checkpoint_goes_on(
             torch.no_grad(),
         ):
             next(model.parameters()).add_(1)  # is written after this, and told when it is read
-        raises_on_all(comm, TierError, "", lambda: mlp_backward(model, comm.rank))
+        world.raises(TierError, "", lambda: mlp_backward(model, world.rank))
         optimizer.zero_grad()
         saved.load()
-        check_mirrors(comm, sharding)
-        mlp_backward(model, comm.rank)
+        check_mirrors(world, sharding)
+        mlp_backward(model, world.rank)
         optimizer.step()
-        check_mirrors(comm, sharding)
+        check_mirrors(world, sharding)
 
 
-def test_what_was_begun_ahead_or_is_forgotten_is_never_read(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_what_was_begun_ahead_or_is_forgotten_is_never_read(world: World):
     model = MLP(SIZES)
-    options: dict[str, Any] = {"stage": 3, "precision": "bf16", "topology": topology}
-    with zeroified(model, adamw(model), offload=HOST, **options) as sharding:
+    with world.zeroified(model, adamw(model), offload=HOST, stage=3, precision="bf16") as sharding:
         for unit in sharding.units:
             assert unit.away is not None
             found = torch.empty(unit.spec.layout.shard_numel, dtype=torch.bfloat16)
             unit.rest.start()
             unit.rest.write(torch.full(found.shape, 0.7))
             unit.rest.read(found)
-            parallel_assert(comm, torch.equal(found, torch.full_like(found, 0.7)), "of before")
+            world.check(torch.equal(found, torch.full_like(found, 0.7)), "of before")
             unit.away.drop([VALUES])
             left = [part for part in (VALUES, MIRROR) if unit.away.has(part)]
-            parallel_assert(comm, not left, f"{left}")
+            world.check(not left, f"{left}")
 
 
-def test_values_are_read_where_a_step_that_was_cut_off_left_no_mirror(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_values_are_read_where_a_step_that_was_cut_off_left_no_mirror(world: World):
     model = MLP(SIZES)
-    options: dict[str, Any] = {"stage": 3, "precision": "bf16", "topology": topology}
-    with zeroified(model, adamw(model), offload=HOST, **options) as sharding:
+    with world.zeroified(model, adamw(model), offload=HOST, stage=3, precision="bf16") as sharding:
         for unit in sharding.units:
             assert unit.away is not None
             found = torch.empty(unit.spec.layout.shard_numel, dtype=torch.bfloat16)
@@ -349,4 +319,4 @@ def test_values_are_read_where_a_step_that_was_cut_off_left_no_mirror(
             again = torch.zeros_like(found)
             unit.rest.start()
             unit.rest.read(again)
-            parallel_assert(comm, torch.equal(found, again), unit.spec.name)
+            world.check(torch.equal(found, again), unit.spec.name)

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +16,8 @@ from torch import nn
 
 import hpczero
 from hpczero.errors import PlanError, StepError
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, check_trains, mlp_input, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, mlp_input, update
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
 
@@ -56,64 +51,52 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 @STAGES
 @TRANSPORTS
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_changes_nothing_passes(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str, precision: str
-) -> None:
-    model = MLP()
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, precision=precision, **options):
+def test_what_changes_nothing_passes(world: World, stage, transport, precision):
+    options = {"stage": stage, "transport": transport, "precision": precision}
+    with world.mlp(adamw, **options) as (model, optimizer):
         parameters = list(model.parameters())
         if precision == "fp32":
             for change in NOTHING.values():
                 change(model)
         model.to("cpu").to(parameters[0].dtype)
-        parallel_assert(
-            comm, all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-        )
-        model(mlp_input(comm.rank)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        world.check(all(a is b for a, b in zip(model.parameters(), parameters, strict=True)))
+        model(mlp_input(world.rank)).sum().backward()
+        update(optimizer)
         if precision == "fp32":
-            check_trains(comm, model, optimizer)
+            world.check_trains(model, optimizer)
 
 
 @STAGES
 @TRANSPORTS
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_moves_or_casts_is_refused_at_once_by_name(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str, name: str
-) -> None:
+def test_what_moves_or_casts_is_refused_at_once_by_name(world: World, stage, transport, name):
     model = MLP()
     change, said = CHANGES[name]
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
     optimizer = adamw(model)
-    with zeroified(model, optimizer, **options):
+    with world.zeroified(model, optimizer, stage=stage, transport=transport):
         expected = (
             rf"parameter 'layers\.0\.0\.weight' is torch.float32 on cpu and {said}.*before zeroify"
         )
         with pytest.raises(StepError, match=expected):
             change(model)
-        check_trains(comm, model, optimizer)  # and no harm was done
+        world.check_trains(model, optimizer)  # and no harm was done
 
 
-def test_four_dimensional_weight_is_not_laid_out_anew(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_four_dimensional_weight_is_not_laid_out_anew(world: World):
     for stage in (0, 3):
         model: Any = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten())
-        with zeroified(model, adamw(model), stage=stage, topology=topology):
+        with world.zeroified(model, adamw(model), stage=stage):
             model.to(memory_format=torch.contiguous_format)
             with pytest.raises(StepError, match=r"'0\.weight' .* would get other memory"):
                 model.to(memory_format=torch.channels_last)
 
 
-def test_buffer_that_would_be_cast_is_named(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_buffer_that_would_be_cast_is_named(world: World):
     model = MLP()
     model.register_buffer("table", torch.zeros(2, dtype=torch.float64))
     said = r"buffer 'table' is torch\.float64 on cpu and would"
     with (
-        zeroified(model, adamw(model), stage=3, topology=topology),
+        world.zeroified(model, adamw(model), stage=3),
         pytest.raises(StepError, match=said),
     ):
         model.float()
@@ -135,32 +118,22 @@ COPIES: dict[str, Callable[[nn.Module], object]] = {
 @STAGES
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in gathered"])
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_copies_are_refused_with_the_remedy(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    inside: bool,
-    duplicate: Callable[[nn.Module], object],
-) -> None:
-    model = MLP()
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
+def test_copies_are_refused_with_the_remedy(world: World, stage, inside, duplicate):
+    with world.mlp(adamw, stage=stage) as (model, optimizer):
         around = hpczero.gathered(model) if inside else nullcontext()
         with (
             around,
             pytest.raises(PlanError, match=r"cannot be copied or pickled.*full_state_dict"),
         ):
             duplicate(model)
-        check_trains(comm, model, optimizer)
+        world.check_trains(model, optimizer)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_module_inside_a_unit_can_be_copied_where_it_is_whole(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_module_inside_a_unit_can_be_copied_where_it_is_whole(world: World, stage):
     model, x = MLP(), mlp_input(0)
     expected = MLP().get_submodule("layers.0.0")(x)
-    with zeroified(model, adamw(model), stage=stage, topology=topology):
+    with world.zeroified(model, adamw(model), stage=stage):
         linear = model.get_submodule("layers.0.0")
         if stage == 3:
             for duplicate in (copy.deepcopy, pickle.dumps):
@@ -170,38 +143,35 @@ def test_module_inside_a_unit_can_be_copied_where_it_is_whole(
                     duplicate(linear)
         with hpczero.gathered(model):
             copied = copy.deepcopy(linear)
-        parallel_assert(comm, torch.equal(copied(x), expected))
+        world.check(torch.equal(copied(x), expected))
 
 
 @STAGES
-def test_copy_of_a_module_with_a_users_forward_hook_is_a_plain_module(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model, x = MLP(), mlp_input(comm.rank)
+def test_copy_of_a_module_with_a_users_forward_hook_is_a_plain_module(world: World, stage):
+    model, x = MLP(), mlp_input(world.rank)
     optimizer = adamw(model)
     seen: list[int] = []
     linear = model.get_submodule("layers.0.0")
     linear.register_forward_hook(partial(_count, seen))
-    with zeroified(model, optimizer, stage=stage, topology=topology):
+    with world.zeroified(model, optimizer, stage=stage):
         model(x).square().sum().backward()  # from here on a hook of hpczero's watches it too
         optimizer.step()
         with hpczero.gathered(model):
             copies = [copy.deepcopy(linear), pickle.loads(pickle.dumps(linear))]
             expected = linear(x)
         for copied in copies:
-            parallel_assert(comm, torch.equal(copied(x), expected))
+            world.check(torch.equal(copied(x), expected))
             copied(x).sum().backward()
-        check_trains(comm, model, optimizer)
-    parallel_assert(comm, seen != [])
+        world.check_trains(model, optimizer)
+    world.check(seen != [])
 
 
 def _count(seen: list[int], *arguments: Any) -> None:
     seen.append(1)
 
 
-def test_released_model_can_be_copied_and_cast(comm: MPI.Intracomm, topology: Topology) -> None:
-    model = MLP()
-    with zeroified(model, adamw(model), stage=2, topology=topology):
+def test_released_model_can_be_copied_and_cast(world: World):
+    with world.mlp(adamw, stage=2) as (model, _):
         pass
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model).double()))
-    parallel_assert(comm, copied.get_parameter("layers.0.0.weight").dtype is torch.float64)
+    world.check(copied.get_parameter("layers.0.0.weight").dtype is torch.float64)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import hpczero
 from hpczero.checkpoint import load, save
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, mlp_backward, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, mlp_backward
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -50,31 +44,27 @@ def _names(optimizer: torch.optim.Optimizer, sharding: hpczero.Sharding) -> bool
 
 @STAGES
 @KINDS
-def test_pieces_have_the_names_of_their_parameters(
-    comm: MPI.Intracomm, topology: Topology, stage: int, kind: Any
-) -> None:
+def test_pieces_have_the_names_of_their_parameters(world: World, stage, kind):
     model = MLP()
     optimizer = _two_groups(kind, model)
-    with zeroified(model, optimizer, stage=stage, topology=topology) as sharding:
-        parallel_assert(comm, _names(optimizer, sharding), "other names")
-        mlp_backward(model, comm.rank)
+    with world.zeroified(model, optimizer, stage=stage) as sharding:
+        world.check(_names(optimizer, sharding), "other names")
+        mlp_backward(model, world.rank)
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
-        parallel_assert(comm, _names(optimizer, sharding), "other names after load_state_dict")
+        world.check(_names(optimizer, sharding), "other names after load_state_dict")
 
 
 @STAGES
-def test_names_stay_those_of_this_rank_over_a_checkpoint(
-    comm: MPI.Intracomm, topology: Topology, stage: int, folder: Path
-) -> None:
+def test_names_stay_those_of_this_rank_over_a_checkpoint(world: World, stage, folder):
     for loaded in (False, True):
         model = MLP()
         optimizer = _two_groups(torch.optim.AdamW, model)
-        with zeroified(model, optimizer, stage=stage, topology=topology) as sharding:
+        with world.zeroified(model, optimizer, stage=stage) as sharding:
             if loaded:
                 load(folder, model)
-                parallel_assert(comm, _names(optimizer, sharding), "other names after load")
-            mlp_backward(model, comm.rank)
+                world.check(_names(optimizer, sharding), "other names after load")
+            mlp_backward(model, world.rank)
             optimizer.step()
             if not loaded:
                 save(folder, model, step=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,19 +12,8 @@ import torch
 from torch import nn
 
 from hpczero.errors import StepError
-from tests.helpers.small_models import (
-    MLP,
-    check_weights,
-    grad,
-    mlp_input,
-    raises_on_all,
-    zeroified,
-)
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, grad, mlp_input, squares, update
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]  # of three, one owns nothing
 
@@ -36,8 +25,8 @@ class Scaled(torch.optim.Optimizer):
 
     hpczero_elementwise = True
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05})
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.05})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -63,44 +52,32 @@ def _all_of_it(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad[...] = parameter.grad[:] * 0.5
 
 
-def _nothing(optimizer: torch.optim.Optimizer) -> None:
-    return
-
-
-def _momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+def _momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 @STAGES
-@pytest.mark.parametrize("act", [_clip, _mask, _all_of_it, _nothing], ids=lambda a: a.__name__)
+@pytest.mark.parametrize("act", [_clip, _mask, _all_of_it, None])
 @pytest.mark.parametrize("kind", [_momentum, Scaled], ids=["SGD", "scaled by an attribute"])
 def test_gradients_are_changed_and_attributes_found_as_in_plain_torch(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    act: Callable[..., None],
-    kind: Callable[[Any], torch.optim.Optimizer],
-) -> None:
+    world: World, stage, act, kind
+):
     def build() -> tuple[MLP, torch.optim.Optimizer]:
         model = MLP()
         for index, parameter in enumerate(model.parameters()):
             parameter.lr_scale = 1.0 + index  # type: ignore[attr-defined]
-        return model, kind(model.parameters())
+        return model, kind(model)
 
     plain, reference = build()
     model, optimizer = build()
-    with zeroified(model, optimizer, stage=stage, topology=topology):
+    with world.zeroified(model, optimizer, stage=stage):
         for _ in range(3):
-            losses = [plain(mlp_input(rank)).square().mean() for rank in range(comm.size)]
-            torch.stack(losses).mean().backward()
-            act(reference)
-            reference.step()
-            reference.zero_grad()
-            model(mlp_input(comm.rank)).square().mean().backward()
-            act(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        check_weights(comm, model, plain, within=2e-6)
+            world.backward(model, plain, squares)
+            for each in (optimizer, reference):
+                if act:
+                    act(each)
+                update(each)
+        world.check_weights(model, plain, within=2e-6)
 
 
 def _first(optimizer: torch.optim.Optimizer) -> Any:
@@ -128,29 +105,21 @@ PIECES: dict[str, Callable[[torch.optim.Optimizer], object]] = {
 
 @STAGES
 @pytest.mark.parametrize("name", PIECES)
-def test_what_means_something_else_of_a_piece_is_refused(
-    comm: MPI.Intracomm, topology: Topology, stage: int, name: str
-) -> None:
-    model = MLP()
-    optimizer = _momentum(model.parameters())
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        model(mlp_input(comm.rank)).sum().backward()
+def test_what_means_something_else_of_a_piece_is_refused(world: World, stage, name):
+    with world.mlp(_momentum, stage=stage) as (model, optimizer):
+        model(mlp_input(world.rank)).sum().backward()
         with pytest.raises(StepError, match=r"optimizer\.param_groups"):
             PIECES[name](optimizer)
         optimizer.step()
 
 
 @STAGES
-def test_pieces_that_are_frozen_are_refused_at_the_step(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = MLP()
-    optimizer = _momentum(model.parameters())
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        model(mlp_input(comm.rank)).sum().backward()
+def test_pieces_that_are_frozen_are_refused_at_the_step(world: World, stage):
+    with world.mlp(_momentum, stage=stage) as (model, optimizer):
+        model(mlp_input(world.rank)).sum().backward()
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.requires_grad_(False)
-        raises_on_all(comm, StepError, "requires_grad of the part of .* is False", optimizer.step)
+        world.raises(StepError, "requires_grad of the part of .* is False", optimizer.step)
 
 
 STATES: dict[str, Callable[[torch.optim.Optimizer, nn.Parameter], object]] = {
@@ -169,13 +138,9 @@ STATES: dict[str, Callable[[torch.optim.Optimizer, nn.Parameter], object]] = {
 @STAGES
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("loaded", [False, True])
-def test_state_of_a_parameter_of_the_model_is_refused(
-    comm: MPI.Intracomm, topology: Topology, stage: int, name: str, loaded: bool
-) -> None:
-    model = MLP()
-    optimizer = _momentum(model.parameters())
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        model(mlp_input(comm.rank)).sum().backward()
+def test_state_of_a_parameter_of_the_model_is_refused(world: World, stage, name, loaded):
+    with world.mlp(_momentum, stage=stage) as (model, optimizer):
+        model(mlp_input(world.rank)).sum().backward()
         optimizer.step()
         if loaded:
             optimizer.load_state_dict(optimizer.state_dict())
@@ -184,27 +149,23 @@ def test_state_of_a_parameter_of_the_model_is_refused(
         assert set(optimizer.state) == set(optimizer.param_groups[0]["params"])
         for shard in optimizer.param_groups[0]["params"]:
             optimizer.state[shard] = {}
-        model(mlp_input(comm.rank)).sum().backward()
+        model(mlp_input(world.rank)).sum().backward()
         optimizer.step()
 
 
 @STAGES
-def test_a_state_of_the_users_own_is_watched_from_the_next_step_on(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = MLP()
-    optimizer = _momentum(model.parameters())
-    parameter = next(model.parameters())
-    with zeroified(model, optimizer, stage=stage, topology=topology):
+def test_a_state_of_the_users_own_is_watched_from_the_next_step_on(world: World, stage):
+    with world.mlp(_momentum, stage=stage) as (model, optimizer):
+        parameter = next(model.parameters())
         optimizer.state = defaultdict(dict)
         assert optimizer.state[parameter] == {}  # as plain torch's own, where it is looked for
-        model(mlp_input(comm.rank)).sum().backward()
+        model(mlp_input(world.rank)).sum().backward()
         optimizer.step()
         with pytest.raises(StepError, match="a parameter of the model, of shape"):
             optimizer.state[parameter] = {}
         moments = {"momentum_buffer": torch.ones(parameter.shape)}
         optimizer.state = defaultdict(dict, {parameter: moments})
-        raises_on_all(comm, StepError, "optimizer.state holds", optimizer.step)
+        world.raises(StepError, "optimizer.state holds", optimizer.step)
 
 
 class WithItsOwnList(torch.optim.SGD):
@@ -212,8 +173,8 @@ class WithItsOwnList(torch.optim.SGD):
 
     hpczero_elementwise = True
 
-    def __init__(self, parameters: Any) -> None:
-        self.own = list(parameters)
+    def __init__(self, model: nn.Module) -> None:
+        self.own = list(model.parameters())
         super().__init__(self.own, lr=0.05)
 
     @torch.no_grad()
@@ -227,12 +188,10 @@ class WithItsOwnList(torch.optim.SGD):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("transport", ["window", "flat"])
 def test_an_optimizer_that_changes_the_model_past_its_groups_is_refused(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
-    model = MLP()
-    optimizer = WithItsOwnList(model.parameters())
-    with zeroified(model, optimizer, stage=stage, topology=topology, transport=transport):
-        model(mlp_input(comm.rank)).sum().backward()
+    world: World, stage, transport
+):
+    with world.mlp(WithItsOwnList, stage=stage, transport=transport) as (model, optimizer):
+        model(mlp_input(world.rank)).sum().backward()
         with pytest.raises(StepError, match="was changed in place since zeroify"):
             optimizer.step()
 
@@ -247,16 +206,12 @@ RATES: dict[str, Callable[[float], dict[str, Any]]] = {
 
 @STAGES
 @pytest.mark.parametrize("name", RATES)
-def test_options_of_any_plain_type_that_differ_are_refused(
-    comm: MPI.Intracomm, topology: Topology, stage: int, name: str
-) -> None:
-    model = MLP()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
+def test_options_of_any_plain_type_that_differ_are_refused(world: World, stage, name):
+    with world.mlp(adamw, stage=stage) as (model, optimizer):
         optimizer.param_groups[0].update(RATES[name](0.5))
-        model(mlp_input(comm.rank)).sum().backward()
+        model(mlp_input(world.rank)).sum().backward()
         optimizer.step()
-        optimizer.param_groups[0].update(RATES[name](0.5 + 0.25 * (comm.rank == 1)))
-        model(mlp_input(comm.rank)).sum().backward()
-        if comm.size > 1:
-            raises_on_all(comm, StepError, "where rank 0 has", optimizer.step)
+        optimizer.param_groups[0].update(RATES[name](0.5 + 0.25 * (world.rank == 1)))
+        model(mlp_input(world.rank)).sum().backward()
+        if world.size > 1:
+            world.raises(StepError, "where rank 0 has", optimizer.step)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,13 +14,8 @@ from torch.nn import functional as F
 import hpczero
 from hpczero.errors import StepError
 from hpczero.zero.units.guard import Guard, is_guarded
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw
+from tests.helpers.world import World
 
 NAME = "blocks.3.weight"
 
@@ -70,22 +64,20 @@ TOUCH: dict[str, Callable[[nn.Parameter], object]] = {
 
 
 @pytest.mark.parametrize("touch", TOUCH.values(), ids=TOUCH)
-def test_touching_a_sharded_parameter_names_it_and_the_remedy(
-    parameter: nn.Parameter, touch: Callable[[nn.Parameter], object]
-) -> None:
+def test_touching_a_sharded_parameter_names_it_and_the_remedy(parameter, touch):
     with pytest.raises(StepError, match=NAME) as raised:
         touch(parameter)
     assert "hpczero.gathered" in str(raised.value)
 
 
-def test_error_says_what_was_asked_for(parameter: nn.Parameter) -> None:
+def test_error_says_what_was_asked_for(parameter):
     with pytest.raises(StepError, match="'sum' needs its value"):
         parameter.sum()
     with pytest.raises(StepError, match="'data' needs its value"):
         _ = parameter.data
 
 
-def test_metadata_is_there(parameter: nn.Parameter) -> None:
+def test_metadata_is_there(parameter):
     assert (parameter.shape, parameter.size(0), parameter.ndim) == ((3, 5), 3, 2)
     assert (parameter.numel(), parameter.nelement(), len(parameter)) == (15, 15, 3)
     assert (parameter.dtype, parameter.element_size()) == (torch.float32, 4)
@@ -99,7 +91,7 @@ def test_metadata_is_there(parameter: nn.Parameter) -> None:
     assert parameter in {parameter}
 
 
-def test_a_copy_of_a_guarded_parameter_is_an_ordinary_one() -> None:
+def test_a_copy_of_a_guarded_parameter_is_an_ordinary_one():
     parameter = nn.Parameter(torch.ones(3, 5))
     guard = Guard(parameter, NAME)
     for copied in (copy.copy(parameter), copy.deepcopy(parameter), _unpickled(parameter)):
@@ -116,20 +108,18 @@ def _unpickled(parameter: nn.Parameter) -> nn.Parameter:
     return loaded
 
 
-def test_repr_names_the_parameter_without_its_values(parameter: nn.Parameter) -> None:
+def test_repr_names_the_parameter_without_its_values(parameter):
     assert repr(parameter) == f"ShardedParameter('{NAME}', shape=(3, 5), torch.float32)"
     assert str([parameter]) == f"[{parameter!r}]"
 
 
-def test_conversions_that_change_nothing_give_the_parameter_itself(
-    parameter: nn.Parameter,
-) -> None:
+def test_conversions_that_change_nothing_give_the_parameter_itself(parameter):
     for same in (parameter.float(), parameter.cpu(), parameter.to("cpu", torch.float32)):
         assert same is parameter
     assert parameter.type() == "torch.FloatTensor"
 
 
-def test_freezing_and_gradients_to_none_are_allowed(parameter: nn.Parameter) -> None:
+def test_freezing_and_gradients_to_none_are_allowed(parameter):
     parameter.requires_grad_(False)
     assert not parameter.requires_grad
     parameter.requires_grad = True
@@ -137,7 +127,7 @@ def test_freezing_and_gradients_to_none_are_allowed(parameter: nn.Parameter) -> 
     assert parameter.requires_grad
 
 
-def test_two_sharded_parameters_have_their_own_names(parameter: nn.Parameter) -> None:
+def test_two_sharded_parameters_have_their_own_names(parameter):
     other = nn.Parameter(torch.ones(3, 5))
     Guard(other, "head.bias").close()
     with pytest.raises(StepError, match=r"head\.bias"):
@@ -146,7 +136,7 @@ def test_two_sharded_parameters_have_their_own_names(parameter: nn.Parameter) ->
         parameter.sum()
 
 
-def test_open_guard_gives_the_same_object_its_old_class_back() -> None:
+def test_open_guard_gives_the_same_object_its_old_class_back():
     parameter = nn.Parameter(torch.ones(2))
     guard = Guard(parameter, NAME)
     guard.close()
@@ -168,11 +158,8 @@ USES: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_whole_model_calls_on_a_sharded_model_are_refused(
-    comm: MPI.Intracomm, topology: Topology, use: Callable[[nn.Module], object]
-) -> None:
-    model = MLP()
-    with zeroified(model, adamw(model), stage=3, topology=topology):
+def test_whole_model_calls_on_a_sharded_model_are_refused(world: World, use):
+    with world.mlp(adamw, stage=3) as (model, _):
         error: Exception | None = None
         try:
             use(model)
@@ -181,24 +168,22 @@ def test_whole_model_calls_on_a_sharded_model_are_refused(
             RuntimeError,
         ) as caught:  # torch's load_state_dict collects errors in its own
             error = caught
-        parallel_assert(comm, error is not None and "layers.0.0.weight" in str(error), repr(error))
-        parallel_assert(comm, "hpczero." in str(error), repr(error))
+        world.check(error is not None and "layers.0.0.weight" in str(error), repr(error))
+        world.check("hpczero." in str(error), repr(error))
         model(torch.ones(1, 7)).sum().backward()  # and no harm was done
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_counting_and_printing_a_sharded_model_works(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_counting_and_printing_a_sharded_model_works(world: World, stage):
     model = MLP()
     count, text = sum(p.numel() for p in model.parameters()), repr(model)
     names = [name for name, _ in model.named_parameters()]
-    with zeroified(model, adamw(model), stage=stage, topology=topology):
-        parallel_assert(comm, sum(p.numel() for p in model.parameters()) == count)
-        parallel_assert(comm, [name for name, _ in model.named_parameters()] == names)
-        parallel_assert(comm, repr(model) == text)
+    with world.zeroified(model, adamw(model), stage=stage):
+        world.check(sum(p.numel() for p in model.parameters()) == count)
+        world.check([name for name, _ in model.named_parameters()] == names)
+        world.check(repr(model) == text)
 
 
 class Borrower(nn.Module):
@@ -215,19 +200,17 @@ class Borrower(nn.Module):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_module_that_uses_anothers_weight_is_refused_at_stage_3(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_module_that_uses_anothers_weight_is_refused_at_stage_3(world: World):
     model = Borrower()
-    with zeroified(model, adamw(model), stage=3, topology=topology):
+    with world.zeroified(model, adamw(model), stage=3):
         error: Exception | None = None
         try:
             model(torch.ones(1, 4))
         except StepError as caught:
             error = caught
         said = str(error)
-        parallel_assert(comm, "'blocks.0.0.weight'" in said and "rule=" in said, said)
-        parallel_assert(comm, hpczero.sharding(model).units[0].spec.name == "blocks.0")
+        world.check("'blocks.0.0.weight'" in said and "rule=" in said, said)
+        world.check(hpczero.sharding(model).units[0].spec.name == "blocks.0")
 
 
 FACTORIES: dict[str, Callable[[nn.Parameter], Tensor]] = {
@@ -247,9 +230,7 @@ FACTORIES: dict[str, Callable[[nn.Parameter], Tensor]] = {
 
 
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
-def test_new_tensors_like_a_sharded_parameter(
-    parameter: nn.Parameter, make: Callable[[nn.Parameter], Tensor]
-) -> None:
+def test_new_tensors_like_a_sharded_parameter(parameter, make):
     expected = make(nn.Parameter(torch.ones(3, 5)))
     found = make(parameter)
     assert type(found) is Tensor
@@ -258,12 +239,12 @@ def test_new_tensors_like_a_sharded_parameter(
     assert found.requires_grad == expected.requires_grad
 
 
-def test_filling_with_another_sharded_parameter_is_refused(parameter: nn.Parameter) -> None:
+def test_filling_with_another_sharded_parameter_is_refused(parameter):
     with pytest.raises(StepError, match=f"{NAME}.*'new_tensor' needs its value"):
         parameter.new_tensor(parameter)
 
 
-def test_facts_about_a_leaf_are_there(parameter: nn.Parameter) -> None:
+def test_facts_about_a_leaf_are_there(parameter):
     parameter.retain_grad()
     assert not parameter.retains_grad
     assert not parameter.is_inference()
@@ -272,10 +253,9 @@ def test_facts_about_a_leaf_are_there(parameter: nn.Parameter) -> None:
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_hook_on_several_gradients(comm: MPI.Intracomm, topology: Topology, stage: int) -> None:
-    model = MLP()
+def test_hook_on_several_gradients(world: World, stage):
     seen: list[int] = []
-    with zeroified(model, adamw(model), stage=stage, topology=topology):
+    with world.mlp(adamw, stage=stage) as (model, _):
         handle = torch.autograd.graph.register_multi_grad_hook(
             list(model.parameters()), lambda gradients: seen.append(len(gradients))
         )
@@ -286,4 +266,4 @@ def test_hook_on_several_gradients(comm: MPI.Intracomm, topology: Topology, stag
         if stage == 3:
             with pytest.raises(StepError, match=r"layers\.0\.0\.weight.*needs its value"):
                 parameter.view_as(parameter).sum()
-    parallel_assert(comm, seen == [6, 6], str(seen))
+    world.check(seen == [6, 6], seen)

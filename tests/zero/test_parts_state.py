@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
 import hpczero
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, check_weights, zeroified
+from tests.helpers.small_models import MLP, same
+from tests.helpers.world import World
 from tests.zero.parts_models import Branches, groups_of, lengths_stepped_on, train
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -131,32 +123,25 @@ EDITS = [
 
 @STAGES
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__.strip("_"))
-def test_what_a_loop_does_to_the_state_counts(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    edit: Callable[[torch.optim.Optimizer], None],
-) -> None:
+def test_what_a_loop_does_to_the_state_counts(world: World, stage, edit):
     model, plain = Branches(), Branches()
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
     reference = torch.optim.AdamW(groups_of(plain), lr=0.01)
-    with zeroified(model, optimizer, stage=stage, topology=topology, transport="flat"):
+    with world.zeroified(model, optimizer, stage=stage, transport="flat"):
         for steps in (range(4), range(4, 8)):
-            train(model, optimizer, range(comm.rank, comm.rank + 1), steps)
-            train(plain, reference, range(comm.size), steps)
+            train(model, optimizer, world.own, steps)
+            train(plain, reference, range(world.size), steps)
             if steps.start == 0:
                 edit(optimizer)
                 edit(reference)
-        check_weights(comm, model, plain, within=2e-5)
+        world.check_weights(model, plain, within=2e-5)
 
 
-def test_references_into_the_state_stay_those_of_the_state(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_references_into_the_state_stay_those_of_the_state(world: World):
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    mine = range(comm.rank, comm.rank + 1)
-    with zeroified(model, optimizer, stage=1, topology=topology, transport="flat"):
+    mine = world.own
+    with world.zeroified(model, optimizer, stage=1, transport="flat"):
         train(model, optimizer, mine, range(3))
         pieces = optimizer.param_groups[0]["params"]
         held = [optimizer.state[piece]["momentum_buffer"] for piece in pieces]
@@ -170,41 +155,37 @@ def test_references_into_the_state_stay_those_of_the_state(
             optimizer.state[piece]["momentum_buffer"] is buffer
             for piece, buffer in zip(pieces[1:], held[1:], strict=True)
         )
-        parallel_assert(comm, kept, "momentum")
+        world.check(kept, "momentum")
         kept = all(
             optimizer.state[piece]["mine"] is tensor
             for piece, tensor in zip(pieces[1:], own[1:], strict=True)
         )
-        parallel_assert(comm, kept, "a tensor of the program's")
+        world.check(kept, "a tensor of the program's")
 
 
-def test_what_was_loaded_is_stepped_on_as_before(
-    comm: MPI.Intracomm, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_loaded_is_stepped_on_as_before(world: World, folder, monkeypatch):
     """Else a run that goes on would be slower, and with fused kernels have other bits, than one without a stop."""
     lengths = lengths_stepped_on(monkeypatch)
-    path = comm.bcast(tmp_path / "checkpoint")
-    mine = range(comm.rank, comm.rank + 1)
+    mine = world.own
     seen: list[list[int]] = []
     values: list[list[Tensor]] = []
     for way in ("straight", "state_dict", "checkpoint"):
         model = MLP()
         optimizer = torch.optim.Adam(groups_of(model), lr=0.01, fused=True)
-        with zeroified(model, optimizer, stage=3, topology=topology, transport="flat") as sharding:
+        with world.zeroified(model, optimizer, stage=3, transport="flat") as sharding:
             train(model, optimizer, mine, range(3))
             optimizer.zero_grad()
             if way == "state_dict":
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             elif way == "checkpoint":
-                hpczero.checkpoint.save(path, model, step=3)
+                hpczero.checkpoint.save(folder, model, step=3)
                 train(model, optimizer, mine, range(3, 5))
                 optimizer.zero_grad()
-                hpczero.checkpoint.load(path, model)
+                hpczero.checkpoint.load(folder, model)
             lengths.clear()
             train(model, optimizer, mine, range(3, 5))
             seen.append([length for call in lengths for length in call])
             values.append([unit.gather_values() for unit in sharding.units])
-    parallel_assert(comm, seen[0] == seen[1] == seen[2], f"{seen}")
+    world.check(seen[0] == seen[1] == seen[2], f"{seen}")
     for other in values[1:]:
-        same = all(torch.equal(a, b) for a, b in zip(values[0], other, strict=True))
-        parallel_assert(comm, same, "other bits")
+        world.check(same(values[0], other), "other bits")

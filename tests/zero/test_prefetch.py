@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +13,7 @@ import hpczero
 from hpczero.zero.backward_schedule import Prefetch
 from hpczero.zero.units.unit import Unit
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, update, zeroified
 
 A, B, C, D = ((cast(Unit, name),) for name in "ABCD")
 NONE: tuple[Unit, ...] = ()
@@ -27,24 +24,32 @@ def run_pass(prefetch: Prefetch, *modules: tuple[Unit, ...]) -> list[tuple[Unit,
     return [prefetch.next_after(units) for units in modules]
 
 
-def test_first_pass_has_no_forecast_and_the_second_has_the_first() -> None:
-    prefetch = Prefetch()
-    assert run_pass(prefetch, A, B, C) == [NONE, NONE, NONE]
-    assert prefetch.end() == []
-    assert run_pass(prefetch, A, B, C) == [B, C, NONE]
-    assert prefetch.end() == []
+# The modules of a pass; those of the next; what is forecast after each, and what was not used.
+FORECASTS = [
+    ((A, B, C), (A, B, C), [B, C, NONE], []),
+    (((*A, *B), NONE, (*C, *D)), ((*A, *B), NONE), [(*C, *D), NONE], [*C, *D]),
+    ((A, A, B, A, C), (A, A, B, A, C), [B, NONE, A, C, NONE], []),
+    ((A, B, C, D), (A, C, D), [B, NONE, NONE], [*B]),
+]
 
 
-def test_all_units_of_the_next_module_are_forecast() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "expected", "unused"),
+    FORECASTS,
+    ids=["the same", "all units of a module", "twice in a row counts once", "that departs"],
+)
+def test_forecast_of_a_pass_after_the_first(first, second, expected, unused):
     prefetch = Prefetch()
-    first, second = (*A, *B), (*C, *D)
-    run_pass(prefetch, first, NONE, second)
+    assert run_pass(prefetch, *first) == [NONE] * len(first)
+    assert prefetch.end() == []
+    assert run_pass(prefetch, *second) == expected
+    assert prefetch.end() == unused
+    run_pass(prefetch, *second)
     prefetch.end()
-    assert run_pass(prefetch, first, NONE) == [second, NONE]
-    assert prefetch.end() == [*C, *D]
+    assert prefetch.next_after(second[0]) == NONE, "outside of a pass"
 
 
-def test_forward_and_backward_have_forecasts_of_their_own() -> None:
+def test_forward_and_backward_have_forecasts_of_their_own():
     prefetch = Prefetch()
     run_pass(prefetch, A, B)
     prefetch.end()
@@ -54,32 +59,7 @@ def test_forward_and_backward_have_forecasts_of_their_own() -> None:
     assert run_pass(prefetch, A) == [B]
 
 
-def test_unit_used_twice_in_a_row_counts_once_and_one_called_again_later_counts_again() -> None:
-    prefetch = Prefetch()
-    run_pass(prefetch, A, A, B, A, C)
-    prefetch.end()
-    assert run_pass(prefetch, A, A, B, A, C) == [B, NONE, A, C, NONE]
-
-
-def test_pass_that_departs_has_no_forecast_from_there_on_and_gives_back_what_it_did_not_use() -> (
-    None
-):
-    prefetch = Prefetch()
-    run_pass(prefetch, A, B, C, D)
-    prefetch.end()
-    assert run_pass(prefetch, A, C, D) == [B, NONE, NONE]
-    assert prefetch.end() == [*B]
-    assert run_pass(prefetch, A, C, D) == [C, D, NONE]
-
-
-def test_outside_of_a_pass_there_is_no_forecast() -> None:
-    prefetch = Prefetch()
-    run_pass(prefetch, A, B)
-    prefetch.end()
-    assert prefetch.next_after(A) == NONE
-
-
-def test_pass_that_was_interrupted_is_forgotten() -> None:
+def test_pass_that_was_interrupted_is_forgotten():
     prefetch = Prefetch()
     run_pass(prefetch, A, B, C)
     prefetch.end()
@@ -100,14 +80,8 @@ class Fork(nn.Module):
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        routes = (
-            (0, 1, 2, 3),
-            (0, 1, 2, 3),
-            (0, 2, 1, 4, 2),
-            (0, 2, 1, 4, 2),
-            (3, 4),
-            (0, 1, 2, 3),
-        )
+        long, fork = (0, 1, 2, 3), (0, 2, 1, 4, 2)
+        routes = (long, long, fork, fork, (3, 4), long)
         for index in routes[self.calls % len(routes)]:
             x = self.blocks[index](x)
         self.calls += 1
@@ -117,9 +91,7 @@ class Fork(nn.Module):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("transport", ["hierarchical", "window"])
-def test_overlap_changes_no_bit_and_leaves_nothing_whole(
-    comm: MPI.Intracomm, transport: str
-) -> None:
+def test_overlap_changes_no_bit_and_leaves_nothing_whole(comm, transport):
     if comm.size == 4:
         nodes = [0, 0, 1, 1]
     elif transport == "window":
@@ -129,24 +101,18 @@ def test_overlap_changes_no_bit_and_leaves_nothing_whole(
     topology = hpczero.Topology.create(comm, nodes)
     found: dict[bool, Any] = {}
     for overlap in (False, True):
+        options = {"topology": topology, "transport": transport, "overlap": overlap}
         model = Fork()
         optimizer, losses = adamw(model), []
-        with zeroified(
-            model, optimizer, topology=topology, transport=transport, overlap=overlap
-        ) as sharding:
+        with zeroified(model, optimizer, **options) as sharding:
             for step in range(8):
+                torch.manual_seed(comm.rank + step)
                 for _ in range(2):  # two forwards, one of them without a backward
-                    x = torch.randn(
-                        3, 13, generator=torch.Generator().manual_seed(comm.rank + step)
-                    )
-                    loss = model(x)
+                    loss = model(torch.randn(3, 13))
                 loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
                 losses.append(loss.item())
-                held = [
-                    unit.spec.name for unit in sharding.units if unit.whole.state.name != "SHARDED"
-                ]
+                held = [u.spec.name for u in sharding.units if u.whole.state.name != "SHARDED"]
                 parallel_assert(comm, not held, f"step {step}: {held} are still whole")
             state = hpczero.full_state_dict(model) or {}
             found[overlap] = losses, {name: t.numpy().tobytes() for name, t in state.items()}
@@ -158,22 +124,18 @@ def test_overlap_changes_no_bit_and_leaves_nothing_whole(
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("transport", ["hierarchical", "window"])
-def test_bytes_held_between_nodes_equal_the_plan(
-    comm: MPI.Intracomm, stage: int, transport: str
-) -> None:
+def test_bytes_held_between_nodes_equal_the_plan(comm, stage, transport):
     if comm.size == 2 and transport == "window":
         pytest.skip("shared memory needs two ranks on a node")
     topology = hpczero.Topology.create(comm, [2 * rank // comm.size for rank in range(comm.size)])
     model = tiny_gpt(vocab_size=512, context=64, layers=4, hidden=64, heads=4)
     optimizer, batch = adamw(model), tiny_tokens(comm.rank)
-    with zeroified(
-        model, optimizer, stage=stage, topology=topology, transport=transport
-    ) as sharding:
+    options = {"stage": stage, "topology": topology, "transport": transport}
+    with zeroified(model, optimizer, **options) as sharding:
         for _ in range(3):
             sharding.memory.reset_peak()
             model(batch, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         footprint = sharding.collectives.footprint
         plan, memory = sharding.plan.memory(footprint=footprint), sharding.memory
         peak = memory.peak.get("unsharded", 0)
@@ -190,7 +152,7 @@ def test_bytes_held_between_nodes_equal_the_plan(
 
 @pytest.mark.mpi
 @pytest.mark.ranks(4)
-def test_a_rank_whose_peer_is_late_holds_no_more_than_the_plan(comm: MPI.Intracomm) -> None:
+def test_a_rank_whose_peer_is_late_holds_no_more_than_the_plan(comm):
     topology = hpczero.Topology.create(comm, [2 * rank // comm.size for rank in range(comm.size)])
     model = tiny_gpt(vocab_size=512, context=64, layers=6, hidden=64, heads=4)
     optimizer, batch = adamw(model), tiny_tokens(comm.rank)
@@ -201,8 +163,7 @@ def test_a_rank_whose_peer_is_late_holds_no_more_than_the_plan(comm: MPI.Intraco
         for _ in range(3):
             sharding.memory.reset_peak()
             model(batch, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
         peak = sharding.memory.peak.get("unsharded", 0)
         parallel_assert(comm, peak <= 1.03 * plan.unsharded, f"peak {peak}, plan {plan.unsharded}")

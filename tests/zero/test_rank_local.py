@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,21 +11,8 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.errors import StepError
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import (
-    MLP,
-    adamw,
-    check_weights,
-    mlp_input,
-    raises_on_all,
-    sgd,
-    zeroified,
-)
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, mlp_input, same, sgd, squares, update
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
@@ -33,18 +20,13 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["window", "flat", "hierarchic
 
 
 def _train(
-    comm: MPI.Intracomm, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 3
+    world: World, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 3
 ) -> list[Tensor]:
     for step in range(steps):
-        model(mlp_input(10 * step + comm.rank)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        model(mlp_input(10 * step + world.rank)).square().mean().backward()
+        update(optimizer)
     with hpczero.gathered(model):
         return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def _same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 LOGGERS: dict[str, Callable[[list[Any], Tensor], None]] = {
@@ -57,24 +39,20 @@ LOGGERS: dict[str, Callable[[list[Any], Tensor], None]] = {
 @TRANSPORTS
 @pytest.mark.parametrize("place", ["block", "layer"])
 @pytest.mark.parametrize("logger", LOGGERS)
-def test_a_hook_that_logs_on_one_rank_alone(
-    comm: MPI.Intracomm, topology: Topology, transport: str, place: str, logger: str
-) -> None:
+def test_a_hook_that_logs_on_one_rank_alone(world: World, transport, place, logger):
     found = []
     for logs in (False, True):
-        model = MLP()
-        optimizer = sgd(model)
         log: list[Any] = []
-        with zeroified(model, optimizer, stage=3, topology=topology, transport=transport):
-            if logs and comm.rank == comm.size - 1:
+        with world.mlp(sgd, stage=3, transport=transport) as (model, optimizer):
+            if logs and world.rank == world.size - 1:
                 block = model.layers[1]
                 assert isinstance(block, nn.Sequential)
                 (block if place == "block" else block[1]).register_forward_hook(
                     lambda module, args, out, log=log: LOGGERS[logger](log, out)
                 )
-            found.append(_train(comm, model, optimizer))
-        parallel_assert(comm, bool(log) == (logs and comm.rank == comm.size - 1))
-    parallel_assert(comm, _same(*found), "logging changes the result")
+            found.append(_train(world, model, optimizer))
+        world.check(bool(log) == (logs and world.rank == world.size - 1))
+    world.check(same(*found), "logging changes the result")
 
 
 class Matches(nn.Module):
@@ -103,26 +81,22 @@ class Detector(nn.Module):
 
 
 @TRANSPORTS
-def test_one_rank_returns_more_than_is_searched(
-    comm: MPI.Intracomm, topology: Topology, transport: str
-) -> None:
+def test_one_rank_returns_more_than_is_searched(world: World, transport):
     found = []
     for many in (3, 11_000):
         torch.manual_seed(1)
-        model = Detector(many if comm.rank == 0 else 3)
+        model = Detector(many if world.rank == 0 else 3)
         optimizer = sgd(model)
-        with zeroified(model, optimizer, stage=3, topology=topology, transport=transport):
-            found.append(_train(comm, model, optimizer))
+        with world.zeroified(model, optimizer, stage=3, transport=transport):
+            found.append(_train(world, model, optimizer))
             with torch.no_grad():
-                model(mlp_input(comm.rank))  # returns views of weights, which are given back
-    parallel_assert(comm, _same(*found), "the number of lists changes the result")
+                model(mlp_input(world.rank))  # returns views of weights, which are given back
+    world.check(same(*found), "the number of lists changes the result")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("by", ["groups", "model", "zero_grad"])
-def test_a_parameter_that_is_used_in_the_first_step_alone_rests_afterwards(
-    comm: MPI.Intracomm, topology: Topology, stage: int, by: str
-) -> None:
+def test_a_parameter_that_is_used_in_the_first_step_alone_rests_afterwards(world: World, stage, by):
     def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if by == "zero_grad":
             optimizer.zero_grad()
@@ -142,72 +116,58 @@ def test_a_parameter_that_is_used_in_the_first_step_alone_rests_afterwards(
             clear(model, optimizer)
 
     plain, model = MLP(), MLP()
-    train(plain, adamw(plain, weight_decay=0.1), list(range(comm.size)))
+    train(plain, adamw(plain, weight_decay=0.1), list(range(world.size)))
     optimizer = adamw(model, weight_decay=0.1)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        train(model, optimizer, [comm.rank])
-        check_weights(comm, model, plain, within=1e-5)
+    with world.zeroified(model, optimizer, stage=stage):
+        train(model, optimizer, [world.rank])
+        world.check_weights(model, plain, within=1e-5)
 
 
-def test_pieces_set_to_none_between_two_backwards_of_a_step_are_refused(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    model = MLP()
-    optimizer = sgd(model)
-    with zeroified(model, optimizer, stage=2, topology=topology):
+def test_pieces_set_to_none_between_two_backwards_of_a_step_are_refused(world: World):
+    with world.mlp(sgd, stage=2) as (model, optimizer):
         for _ in range(2):
             for parameter in optimizer.param_groups[0]["params"]:
                 parameter.grad = None
-            model(mlp_input(comm.rank)).sum().backward()
-        raises_on_all(comm, StepError, "set to None between two backwards", optimizer.step)
+            model(mlp_input(world.rank)).sum().backward()
+        world.raises(StepError, "set to None between two backwards", optimizer.step)
         optimizer.zero_grad()
-        _train(comm, model, optimizer)
+        _train(world, model, optimizer)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("transport", ["window", "flat"])
 def test_values_that_were_changed_before_a_step_that_is_skipped_stand(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
+    world: World, stage, transport
+):
     plain, model = MLP(), MLP()
     reference, optimizer = sgd(plain), sgd(model)
 
-    def decay(chosen: torch.optim.Optimizer) -> None:
-        with torch.no_grad():
-            for parameter in chosen.param_groups[0]["params"]:
-                parameter.mul_(0.75)
-
-    for scale in (1.0, float("inf"), 1.0):
-        x = [mlp_input(rank) for rank in range(comm.size)]
-        torch.stack([plain(each).square().mean() for each in x]).mean().backward()
-        decay(reference)
-        if scale == 1.0:
-            reference.step()
-        reference.zero_grad()
     precision = hpczero.Precision(nonfinite="skip")
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "precision": precision}
-    with zeroified(model, optimizer, topology=topology, **options):
+    with world.zeroified(model, optimizer, stage=stage, transport=transport, precision=precision):
         for scale in (1.0, float("inf"), 1.0):
-            (model(mlp_input(comm.rank)).square().mean() * scale).backward()
-            decay(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        check_weights(comm, model, plain, within=1e-5)
+            world.backward(model, plain, lambda m, rank, scale=scale: squares(m, rank) * scale)
+            with torch.no_grad():
+                for each in (optimizer, reference):
+                    for parameter in each.param_groups[0]["params"]:
+                        parameter.mul_(0.75)
+            if scale == 1.0:
+                reference.step()
+            reference.zero_grad()
+            update(optimizer)
+        world.check_weights(model, plain, within=1e-5)
 
 
 @TRANSPORTS
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_buffer_that_is_gone_on_one_rank_is_refused(
-    comm: MPI.Intracomm, topology: Topology, transport: str, rank: int
-) -> None:
+def test_a_buffer_that_is_gone_on_one_rank_is_refused(world: World, transport, rank):
     model = MLP()
     model.register_buffer("first", torch.full((4,), 2.0))
     model.register_buffer("second", torch.ones(5))
     optimizer = sgd(model)
-    with zeroified(model, optimizer, topology=topology, transport=transport):
-        model(mlp_input(comm.rank)).sum().backward()
-        if comm.rank == rank:
+    with world.zeroified(model, optimizer, transport=transport):
+        model(mlp_input(world.rank)).sum().backward()
+        if world.rank == rank:
             model.first = None  # type: ignore[assignment]
-        raises_on_all(comm, StepError, "no buffer first", optimizer.step)
+        world.raises(StepError, "no buffer first", optimizer.step)
         second = model.get_buffer("second")
-        parallel_assert(comm, bool((second == 1).all()), str(second))
+        world.check(bool((second == 1).all()), second)

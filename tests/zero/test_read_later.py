@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,13 +17,8 @@ from hpczero.plan.precision import Precision
 from hpczero.run.evaluation import PlainPasses
 from hpczero.run.step import TrainingStep
 from scaling.overhead.steps import Waits
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, mlp_input
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -42,9 +36,9 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
     return adamw(model, fused=True)
 
 
-def asked(stage: int, comm: MPI.Intracomm) -> int:
+def asked(stage: int, world: World) -> int:
     """Once; at stage 0 of several ranks once more, for what they hold alike."""
-    return 1 + (stage == 0 and comm.size > 1)
+    return 1 + (stage == 0 and world.size > 1)
 
 
 def waits(call: Callable[[], object]) -> int:
@@ -55,97 +49,82 @@ def waits(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_clipping_reads_the_loss_along(
-    comm: MPI.Intracomm, topology: Topology, norm_type: float
-) -> None:
-    model = MLP()
-    with zeroified(model, adamw(model), stage=1, topology=topology):
-        loss = loss_of(model, comm.rank)
+def test_clipping_reads_the_loss_along(world: World, norm_type):
+    with world.mlp(adamw, stage=1) as (model, _):
+        loss = loss_of(model, world.rank)
         loss.backward()
         value = hpczero.read_later(model, loss)
         clipping = waits(lambda: hpczero.clip_grad_norm_(model, 0.1, norm_type))
         # A rank that owns nothing has no norm to ask for, and asks for the loss alone.
-        parallel_assert(comm, clipping + waits(value) == 1, f"{clipping}")
-        parallel_assert(comm, clipping == 1 or comm.rank == 2)
-        parallel_assert(comm, value() == loss.item(), f"{value()} {loss.item()}")
+        world.check(clipping + waits(value) == 1, f"{clipping}")
+        world.check(clipping == 1 or world.rank == 2)
+        world.check(value() == loss.item(), f"{value()} {loss.item()}")
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_without_clipping_reads_the_loss_along(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_a_step_without_clipping_reads_the_loss_along(world: World, stage):
     model = MLP()
     optimizer = fused(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        loss = loss_of(model, comm.rank)
+    with world.zeroified(model, optimizer, stage=stage):
+        loss = loss_of(model, world.rank)
         loss.backward()
         value = hpczero.read_later(model, loss)
         stepping = waits(optimizer.step)
-        parallel_assert(comm, stepping + waits(value) == asked(stage, comm), f"{stepping}")
-        parallel_assert(comm, stepping > 0 or comm.rank == 2)
-        parallel_assert(comm, value() == loss.item(), f"{value()} {loss.item()}")
+        world.check(stepping + waits(value) == asked(stage, world), f"{stepping}")
+        world.check(stepping > 0 or world.rank == 2)
+        world.check(value() == loss.item(), f"{value()} {loss.item()}")
 
 
-def test_asked_for_before_the_step_it_is_read_at_once(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    model = MLP()
-    with zeroified(model, adamw(model), stage=3, topology=topology):
-        loss = loss_of(model, comm.rank)
+def test_asked_for_before_the_step_it_is_read_at_once(world: World):
+    with world.mlp(adamw, stage=3) as (model, _):
+        loss = loss_of(model, world.rank)
         value = hpczero.read_later(model, loss)
-        parallel_assert(comm, waits(value) == 1 and value() == loss.item())
+        world.check(waits(value) == 1 and value() == loss.item())
         loss.backward()
         clipping = waits(lambda: hpczero.clip_grad_norm_(model, 1.0))
-        parallel_assert(comm, clipping == 1 or comm.rank == 2)
-        parallel_assert(comm, waits(value) == 0 and value() == loss.item())
+        world.check(clipping == 1 or world.rank == 2)
+        world.check(waits(value) == 0 and value() == loss.item())
 
 
-def test_it_is_the_number_as_it_was(comm: MPI.Intracomm, topology: Topology) -> None:
-    model = MLP()
-    with zeroified(model, adamw(model), topology=topology):
+def test_it_is_the_number_as_it_was(world: World):
+    with world.mlp(adamw) as (model, _):
         for made in (torch.tensor([[0.1]]), torch.tensor(0.1, dtype=torch.float64)):
             before = made.item()
             value = hpczero.read_later(model, made)
             made.fill_(7.0)
-            parallel_assert(comm, value() == before, f"{value()} {before}")
+            world.check(value() == before, f"{value()} {before}")
         half = torch.tensor(0.1, dtype=torch.bfloat16)
-        parallel_assert(comm, hpczero.read_later(model, half)() == half.item())
+        world.check(hpczero.read_later(model, half)() == half.item())
 
 
-def test_what_is_no_number_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
-    model = MLP()
-    with zeroified(model, adamw(model), topology=topology):
+def test_what_is_no_number_is_refused(world: World):
+    with world.mlp(adamw) as (model, _):
         for wrong in (torch.zeros(2), torch.zeros(0), torch.tensor(1j)):
             with pytest.raises(ConfigError, match="expected one real element"):
                 hpczero.read_later(model, wrong)
-    parallel_assert(comm, True)
+    world.check(True)
 
 
-def test_a_loss_that_is_not_finite_is_read_and_the_step_skipped_on_all_ranks(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    model = MLP()
-    optimizer = adamw(model)
+def test_a_loss_that_is_not_finite_is_read_and_the_step_skipped_on_all_ranks(world: World):
     precision = Precision(nonfinite="skip")
-    with zeroified(model, optimizer, stage=2, topology=topology, precision=precision) as state:
-        odd = comm.rank == comm.size - 1
-        loss = loss_of(model, comm.rank) * (math.nan if odd else 1.0)
+    with world.mlp(adamw, stage=2, precision=precision) as (model, optimizer):
+        state = hpczero.sharding(model)
+        odd = world.rank == world.size - 1
+        loss = loss_of(model, world.rank) * (math.nan if odd else 1.0)
         loss.backward()
         value = hpczero.read_later(model, loss)
         hpczero.clip_grad_norm_(model, 1.0)
         optimizer.step()
-        parallel_assert(comm, state.skipped_steps == 1)
-        parallel_assert(comm, math.isnan(value()) if odd else value() == loss.item())
+        world.check(state.skipped_steps == 1)
+        world.check(math.isnan(value()) if odd else value() == loss.item())
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_step_of_a_run_asks_once(
-    comm: MPI.Intracomm, topology: Topology, stage: int, accumulation: int
-) -> None:
+def test_the_step_of_a_run_asks_once(world: World, stage, accumulation):
     model = MLP()
     optimizer = fused(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
+    with world.zeroified(model, optimizer, stage=stage):
         step = TrainingStep(
             model,
             optimizer,
@@ -156,7 +135,7 @@ def test_the_step_of_a_run_asks_once(
                 accelerator=HostAccelerator(),
             ),
             samples=lambda number, micro: (
-                mlp_input(number + micro + comm.rank).numpy(),
+                mlp_input(number + micro + world.rank).numpy(),
                 torch.ones(4, 3).numpy(),
             ),
             accelerator=HostAccelerator(),
@@ -165,4 +144,4 @@ def test_the_step_of_a_run_asks_once(
         for number in range(2):  # which make the optimizer's state, and see where it lies
             step.take(number)
         found = waits(lambda: step.take(2))
-        parallel_assert(comm, found == asked(stage, comm), f"{found}")
+        world.check(found == asked(stage, world), f"{found}")

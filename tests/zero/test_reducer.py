@@ -12,8 +12,6 @@ from tests.helpers.parallel import parallel_assert
 from tests.zero.reducer_suite import SHARD, ReducerSuite, gradient
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from hpczero import Collectives
 
 
@@ -23,9 +21,7 @@ class TestExact(ReducerSuite):
         return ExactReducer(transport)
 
     @pytest.mark.ranks(2, 3)
-    def test_it_is_the_sum_of_the_transport_bit_for_bit(
-        self, comm: MPI.Intracomm, transport: Collectives
-    ) -> None:
+    def test_it_is_the_sum_of_the_transport_bit_for_bit(self, comm, transport):
         local = gradient(comm.rank, comm.size, torch.float32)
         found, expected = torch.empty(SHARD), torch.empty(SHARD)
         reducer = ExactReducer(transport)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,21 +10,18 @@ import torch
 import hpczero
 from hpczero import Offload
 from hpczero.errors import StepError
-from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import (
     MLP,
     adamw,
     distance,
     mlp_backward,
     mlp_input,
-    raises_on_all,
+    mlp_steps,
     sgd,
+    squares,
+    update,
 )
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -34,96 +29,81 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 TRANSPORTS = pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
 
 
-def _trained(comm: MPI.Intracomm, topology: Topology, stage: int, transport: str) -> MLP:
+def _trained(world: World, stage: int, transport: str) -> MLP:
     model = MLP()
     optimizer = sgd(model)
-    hpczero.zeroify(model, optimizer, stage=stage, topology=topology, transport=transport)
-    mlp_backward(model, comm.rank)
-    optimizer.step()
-    optimizer.zero_grad()
+    hpczero.zeroify(model, optimizer, stage=stage, topology=world.topology, transport=transport)
+    mlp_steps(model, optimizer, world.rank)
     return model
 
 
 @STAGES
 @TRANSPORTS
-def test_a_released_model_is_each_ranks_own(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
-    model = _trained(comm, topology, stage, transport)
+def test_a_released_model_is_each_ranks_own(world: World, stage, transport):
+    model = _trained(world, stage, transport)
     kept = MLP()
     with hpczero.gathered(model):
         kept.load_state_dict(model.state_dict())
     hpczero.release(model, whole=True)
     assert distance(model, kept) == 0.0
-    comm.Barrier()
+    world.comm.Barrier()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(1.0 + comm.rank)
-    comm.Barrier()
+            parameter.add_(1.0 + world.rank)
+    world.comm.Barrier()
     found = distance(model, kept)
-    parallel_assert(comm, abs(found - 1.0 - comm.rank) < 1e-5, f"changed by {found}")
+    world.check(abs(found - 1.0 - world.rank) < 1e-5, f"changed by {found}")
 
 
 @STAGES
 @TRANSPORTS
-def test_a_released_model_is_zeroified_again(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
-    model = _trained(comm, topology, stage, transport)
+def test_a_released_model_is_zeroified_again(world: World, stage, transport):
+    model = _trained(world, stage, transport)
     hpczero.release(model, whole=True)
     plain = copy.deepcopy(model)
     reference, optimizer = sgd(plain), sgd(model)
-    hpczero.zeroify(model, optimizer, stage=3, topology=topology, transport=transport)
-    losses = [plain(mlp_input(rank)).square().sum() for rank in range(comm.size)]
-    torch.stack(losses).mean().backward()
-    reference.step()
-    mlp_backward(model, comm.rank)
-    optimizer.step()
-    with hpczero.gathered(model):
-        worst = distance(model, plain)
+    hpczero.zeroify(model, optimizer, stage=3, topology=world.topology, transport=transport)
+    world.backward(model, plain, squares)
+    update(optimizer, reference)
+    world.check_weights(model, plain, within=1e-6)
     hpczero.release(model)
-    parallel_assert(comm, worst < 1e-6, f"differs by {worst} from one process")
 
 
 @TRANSPORTS
-def test_what_was_sharded_at_the_release_says_so(
-    comm: MPI.Intracomm, topology: Topology, transport: str
-) -> None:
-    model = _trained(comm, topology, 3, transport)
+def test_what_was_sharded_at_the_release_says_so(world: World, transport):
+    model = _trained(world, 3, transport)
     state = hpczero.full_state_dict(model)
     hpczero.release(model)
     said = r"sharded when the model was released.*release\(model, whole=True\).*assign=True"
     with pytest.raises(StepError, match=said):
-        model(mlp_input(comm.rank))
+        model(mlp_input(world.rank))
     with pytest.raises(StepError, match=said):
-        hpczero.zeroify(model, sgd(model), stage=3, topology=topology, transport=transport)
-    model.load_state_dict(comm.bcast(state), assign=True)
-    mlp_backward(model, comm.rank)
-    parallel_assert(comm, all(p.grad is not None for p in model.parameters()))
+        hpczero.zeroify(model, sgd(model), stage=3, topology=world.topology, transport=transport)
+    model.load_state_dict(world.comm.bcast(state), assign=True)
+    mlp_backward(model, world.rank)
+    world.check(all(p.grad is not None for p in model.parameters()))
 
 
 @STAGES
-def test_release_inside_gathered_is_refused(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = _trained(comm, topology, stage, "flat")
+def test_release_inside_gathered_is_refused(world: World, stage):
+    model = _trained(world, stage, "flat")
     with hpczero.gathered(model):
-        raises_on_all(comm, StepError, "inside.*gathered", lambda: hpczero.release(model))
+        world.raises(StepError, "inside.*gathered", lambda: hpczero.release(model))
     hpczero.release(model)
 
 
 @TRANSPORTS
 @pytest.mark.parametrize("away", [False, True], ids=["memory", "disk"])
 def test_backward_of_a_graph_from_before_a_release_is_a_named_error(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, away: bool, transport: str
-) -> None:
+    world: World, folder, away, transport
+):
     model = MLP()
     offload = Offload("disk", "disk", "disk", folder, 2**14, 4) if away else None
     hpczero.zeroify(
-        model, adamw(model), stage=3, topology=topology, transport=transport, offload=offload
+        model, adamw(model), stage=3, topology=world.topology, transport=transport, offload=offload
     )
-    loss = model(mlp_input(comm.rank)).sum()
+    loss = model(mlp_input(world.rank)).sum()
     hpczero.release(model, whole=not away)
     with pytest.raises(StepError, match=r"graph from before hpczero.release"):
         loss.backward()
-    comm.Barrier()
+    world.comm.Barrier()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +12,8 @@ import torch
 import hpczero
 from hpczero.errors import StepError
 from hpczero.kernels.norm import sum_of_bits
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, grad, mlp_input, raises_on_all, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, grad, mlp_input, same, update
+from tests.helpers.world import World
 
 MPI_TEST = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -80,25 +74,18 @@ NOISES = pytest.mark.parametrize(
 
 
 def _steps(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    seed: int,
-    add_noise: Callable[..., None],
-    *,
-    steps: int,
-    precision: str = "fp32",
+    world: World, seed: int, add_noise: Callable[..., None], *, steps: int, precision: str = "fp32"
 ) -> bool:
     """Train at stage 0; returns whether a step or what follows it raised on every rank."""
     generator = torch.Generator().manual_seed(seed)
     model = MLP()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with zeroified(model, optimizer, stage=0, topology=topology, precision=precision):
+    with world.zeroified(model, optimizer, stage=0, precision=precision):
         try:
             for _ in range(steps):
-                model(mlp_input(comm.rank)).sum().backward()
+                model(mlp_input(world.rank)).sum().backward()
                 add_noise(optimizer, generator)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
             hpczero.full_state_dict(model)
         except StepError as error:
             return error.agreed and "are not those of rank 0" in str(error)
@@ -109,34 +96,26 @@ def _steps(
 @NOISES
 @pytest.mark.parametrize("steps", [2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_noise_of_each_ranks_own_is_refused(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    add_noise: Callable[..., None],
-    steps: int,
-    precision: str,
-) -> None:
-    told = _steps(comm, topology, comm.rank, add_noise, steps=steps, precision=precision)
-    parallel_assert(comm, told == (comm.size > 1), "ranks have drifted apart and nobody says so")
+def test_noise_of_each_ranks_own_is_refused(world: World, add_noise, steps, precision):
+    told = _steps(world, world.rank, add_noise, steps=steps, precision=precision)
+    world.check(told == (world.size > 1), "ranks have drifted apart and nobody says so")
 
 
 @mpi_test
 @NOISES
-def test_the_same_noise_on_all_ranks_is_no_error(
-    comm: MPI.Intracomm, topology: Topology, add_noise: Callable[..., None]
-) -> None:
-    parallel_assert(comm, not _steps(comm, topology, 7, add_noise, steps=4))
+def test_the_same_noise_on_all_ranks_is_no_error(world: World, add_noise):
+    world.check(not _steps(world, 7, add_noise, steps=4))
 
 
 @mpi_test
 @pytest.mark.parametrize("save", [False, True], ids=["full_state_dict", "checkpoint"])
 def test_an_optimizer_that_draws_its_own_numbers_is_found_after_its_last_step(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, save: bool
-) -> None:
+    world: World, folder, save
+):
     model = MLP()
-    optimizer = Langevin(model.parameters(), torch.Generator().manual_seed(comm.rank))
-    with zeroified(model, optimizer, stage=0, topology=topology):
-        model(mlp_input(comm.rank)).sum().backward()
+    optimizer = Langevin(model.parameters(), torch.Generator().manual_seed(world.rank))
+    with world.zeroified(model, optimizer, stage=0):
+        model(mlp_input(world.rank)).sum().backward()
         optimizer.step()
 
         def use() -> None:
@@ -145,35 +124,30 @@ def test_an_optimizer_that_draws_its_own_numbers_is_found_after_its_last_step(
             else:
                 hpczero.full_state_dict(model)
 
-        if comm.size == 1:
+        if world.size == 1:
             use()
         else:
-            raises_on_all(comm, StepError, "are not those of rank 0", use)
+            world.raises(StepError, "are not those of rank 0", use)
 
 
 @mpi_test
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_noise_of_each_ranks_own_is_right_where_the_optimizer_is_sharded(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    generator = torch.Generator().manual_seed(comm.rank)
+def test_noise_of_each_ranks_own_is_right_where_the_optimizer_is_sharded(world: World, stage):
+    generator = torch.Generator().manual_seed(world.rank)
     model = MLP()
     optimizer = Langevin(model.parameters(), generator)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
+    with world.zeroified(model, optimizer, stage=stage):
         for _ in range(3):
-            model(mlp_input(comm.rank)).sum().backward()
+            model(mlp_input(world.rank)).sum().backward()
             _into_gradients(optimizer, generator)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         with hpczero.gathered(model):
             values = [p.detach().clone() for p in model.parameters()]
-    first = comm.bcast(values)
-    same = all(torch.equal(a, b) for a, b in zip(values, first, strict=True))
-    parallel_assert(comm, same, "ranks differ")
+    world.check(same(values, world.comm.bcast(values)), "ranks differ")
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 1000, 4097])
-def test_sums_of_bits_are_those_of_numpy_in_any_order(numel: int) -> None:
+def test_sums_of_bits_are_those_of_numpy_in_any_order(numel):
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     words = values.numpy()[: numel // 2 * 2].view(np.int64)
     tail = values.numpy()[numel // 2 * 2 :].view(np.uint8)
@@ -181,7 +155,7 @@ def test_sums_of_bits_are_those_of_numpy_in_any_order(numel: int) -> None:
     assert int(sum_of_bits(values)) == expected
 
 
-def test_one_bit_changes_the_sum() -> None:
+def test_one_bit_changes_the_sum():
     values = torch.zeros(1001)
     found = {int(sum_of_bits(values))}
     for place in range(1001):

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hpczero
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, grad, mlp_input, sgd, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, grad, mlp_input, sgd
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -61,8 +55,8 @@ LOSSES: dict[str, Losses] = {
 @pytest.mark.parametrize("transport", ["flat", "window", "hierarchical"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["all train", "most are frozen"])
 def test_a_graph_of_gradients_outlives_the_backward_of_another_loss(
-    comm: MPI.Intracomm, topology: Topology, losses: str, transport: str, frozen: bool
-) -> None:
+    world: World, losses, transport, frozen
+):
     def made() -> MLP:
         model = MLP()
         for layer in model.layers[1:]:
@@ -71,17 +65,16 @@ def test_a_graph_of_gradients_outlives_the_backward_of_another_loss(
 
     plain, model = made(), made()
     optimizer = sgd(model)
-    for rank in range(comm.size):
-        LOSSES[losses](plain, mlp_input(rank), 1 / comm.size)
-    options = {"stage": 3, "transport": transport}
-    with zeroified(model, optimizer, topology=topology, **options) as sharding:
-        LOSSES[losses](model, mlp_input(comm.rank), 1.0)
+    for rank in range(world.size):
+        LOSSES[losses](plain, mlp_input(rank), 1 / world.size)
+    with world.zeroified(model, optimizer, stage=3, transport=transport) as sharding:
+        LOSSES[losses](model, mlp_input(world.rank), 1.0)
         found = hpczero.full_gradients(model)
         named = dict(plain.named_parameters())
         worst = max(float((g - grad(named[name])).abs().max()) for name, g in found.items())
-        parallel_assert(comm, found and worst < 1e-6, f"differs by {worst} from torch")
+        world.check(found and worst < 1e-6, f"differs by {worst} from torch")
         optimizer.step()
-        parallel_assert(comm, sharding.memory.current.get("unsharded", 0) == 0)
+        world.check(sharding.memory.current.get("unsharded", 0) == 0)
 
 
 class Hiding(nn.Module):
@@ -99,9 +92,7 @@ class Hiding(nn.Module):
 
 
 @pytest.mark.parametrize("transport", ["flat", "window", "hierarchical"])
-def test_results_that_no_hook_sees_have_a_backward_each(
-    comm: MPI.Intracomm, topology: Topology, transport: str
-) -> None:
+def test_results_that_no_hook_sees_have_a_backward_each(world: World, transport):
     def run(model: nn.Module, found: list[Tensor], ranks: range, share: float) -> None:
         for rank in ranks:
             found.clear()
@@ -113,9 +104,9 @@ def test_results_that_no_hook_sees_have_a_backward_each(
     seen: tuple[list[Tensor], list[Tensor]] = ([], [])
     plain, model = MLP(), MLP()
     plain.layers[1], model.layers[1] = Hiding(seen[0]), Hiding(seen[1])
-    run(plain, seen[0], range(comm.size), 1 / comm.size)
-    with zeroified(model, sgd(model), stage=3, topology=topology, transport=transport):
-        run(model, seen[1], range(comm.rank, comm.rank + 1), 1.0)
+    run(plain, seen[0], range(world.size), 1 / world.size)
+    with world.zeroified(model, sgd(model), stage=3, transport=transport):
+        run(model, seen[1], world.own, 1.0)
         found = hpczero.full_gradients(model)["layers.1.weight"]
         expected = grad(plain.get_parameter("layers.1.weight"))
-        parallel_assert(comm, torch.allclose(found, expected, rtol=1e-5))
+        world.check(torch.allclose(found, expected, rtol=1e-5))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,13 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import StepError
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, grad, mlp_backward, mlp_input, sgd, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, grad, mlp_backward, mlp_input, sgd
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
@@ -37,12 +31,9 @@ def _set(model: nn.Module) -> None:
 
 @STAGES
 @pytest.mark.parametrize("put", [_data, _set])
-def test_other_contents_are_refused(
-    comm: MPI.Intracomm, topology: Topology, stage: int, put: Callable[[nn.Module], None]
-) -> None:
-    model = MLP()
-    with zeroified(model, sgd(model), stage=stage, topology=topology):
-        mlp_backward(model, comm.rank)
+def test_other_contents_are_refused(world: World, stage, put):
+    with world.mlp(sgd, stage=stage) as (model, _):
+        mlp_backward(model, world.rank)
         with pytest.raises(
             StepError, match=r"(data = |set_).*full_gradients.*mul_, clamp_.*param_groups"
         ):
@@ -52,7 +43,7 @@ def test_other_contents_are_refused(
         seen.data = seen.data  # as module.to() does where nothing changes
         seen.data.mul_(2.0)
         after = float(grad(next(model.parameters())).norm())
-        parallel_assert(comm, abs(after - 2.0 * before) < 1e-5 * before)
+        world.check(abs(after - 2.0 * before) < 1e-5 * before)
 
 
 def _of_numpy(gradient: Tensor) -> object:
@@ -75,58 +66,49 @@ READERS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_memory_of_a_gradient_that_has_none_here_is_refused(
-    comm: MPI.Intracomm, topology: Topology, read: Callable[[Tensor], object]
-) -> None:
-    model = MLP()
-    with zeroified(model, sgd(model), stage=3, topology=topology):
-        mlp_backward(model, comm.rank)
+def test_memory_of_a_gradient_that_has_none_here_is_refused(world: World, read):
+    with world.mlp(sgd, stage=3) as (model, _):
+        mlp_backward(model, world.rank)
         with pytest.raises(StepError, match="needs its elements"):
             read(grad(next(model.parameters())))
 
 
-def test_grad_by_torchs_other_name(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_grad_by_torchs_other_name(world: World):
     model, local = MLP(), MLP()
-    mlp_backward(local, comm.rank)
+    mlp_backward(local, world.rank)
     optimizer = sgd(model)
-    with zeroified(model, optimizer, stage=3, topology=topology):
+    with world.zeroified(model, optimizer, stage=3):
         parameter, other = next(model.parameters()), next(local.parameters())
         with pytest.raises(StepError, match="was assigned a tensor"):  # as asynchronous RL does
             parameter._grad = other._grad
-        mlp_backward(model, comm.rank)
+        mlp_backward(model, world.rank)
         assert parameter._grad is not None
-        parallel_assert(comm, parameter._grad.norm() == grad(parameter).norm() > 0)
+        world.check(parameter._grad.norm() == grad(parameter).norm() > 0)
         for piece in optimizer.param_groups[0]["params"]:
             with pytest.raises(StepError, match="this rank's pieces"):
                 piece._grad.norm()
 
 
-def test_what_gets_at_its_memory_all_the_same_finds_no_number(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    model = MLP()
-    with zeroified(model, sgd(model), stage=3, topology=topology):
-        mlp_backward(model, comm.rank)
+def test_what_gets_at_its_memory_all_the_same_finds_no_number(world: World):
+    with world.mlp(sgd, stage=3) as (model, _):
+        mlp_backward(model, world.rank)
         gradient = grad(next(model.parameters()))
         kept = torch.zeros(gradient.shape)
         kept.data = gradient  # torch asks nobody
-        parallel_assert(comm, bool(kept.isnan().all()))
+        world.check(bool(kept.isnan().all()))
         try:
             capsule = torch.utils.dlpack.to_dlpack(gradient)  # type: ignore[attr-defined]
         except StepError as refused:  # torch 2.8 asks
-            parallel_assert(comm, "needs its elements" in str(refused))
+            world.check("needs its elements" in str(refused))
         else:
-            parallel_assert(comm, bool(torch.utils.dlpack.from_dlpack(capsule).isnan().all()))
+            world.check(bool(torch.utils.dlpack.from_dlpack(capsule).isnan().all()))
 
 
 @WARNS
 @STAGES
-def test_a_penalty_on_norms_of_gradients_is_refused(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = MLP()
-    with zeroified(model, sgd(model), stage=stage, topology=topology):
-        model(mlp_input(comm.rank)).square().mean().backward(create_graph=True)
+def test_a_penalty_on_norms_of_gradients_is_refused(world: World, stage):
+    with world.mlp(sgd, stage=stage) as (model, _):
+        model(mlp_input(world.rank)).square().mean().backward(create_graph=True)
         parameter = next(model.parameters())
         said = "derivatives of gradients with respect to parameters are not available"
         with pytest.raises(StepError, match=said):
@@ -134,5 +116,5 @@ def test_a_penalty_on_norms_of_gradients_is_refused(
         with torch.no_grad():
             first = float(grad(parameter).norm())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        mlp_backward(model, comm.rank)
-        parallel_assert(comm, float(grad(parameter).norm()) != first)
+        mlp_backward(model, world.rank)
+        world.check(float(grad(parameter).norm()) != first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +10,9 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import hpczero
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, distance, mlp_input, zeroified
+from tests.helpers.small_models import MLP, mlp_input
+from tests.helpers.world import World
 from tests.zero.several_models import EPS, STEPS, TOLERANCE, by_shape, loss_of
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -35,8 +30,8 @@ class Adversaries(nn.Module):
 
 @STAGES
 def test_a_graph_made_before_the_step_of_another_optimizer_still_has_its_backward(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+    world: World, stage
+):
     """Generator and discriminator: what the generator made is judged before and after the discriminator's step."""
 
     def made(model: Adversaries) -> tuple[Optimizer, Optimizer]:
@@ -61,24 +56,18 @@ def test_a_graph_made_before_the_step_of_another_optimizer_still_has_its_backwar
 
     model, plain = Adversaries(), Adversaries()
     optimizers, references = made(model), made(plain)
-    with zeroified(model, optimizers, stage=stage, topology=topology):
+    with world.zeroified(model, optimizers, stage=stage):
         for _ in range(STEPS):
-            step(model, optimizers, range(comm.rank, comm.rank + 1), 1.0)
-            step(plain, references, range(comm.size), 1 / comm.size)
-        with hpczero.gathered(model):
-            worst = distance(model, plain)
-    parallel_assert(comm, worst < TOLERANCE, f"differs by {worst} from torch")
+            step(model, optimizers, world.own, 1.0)
+            step(plain, references, range(world.size), 1 / world.size)
+        world.check_weights(model, plain, within=TOLERANCE)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_graph_that_needs_what_the_step_has_changed_is_refused_as_in_torch(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = MLP()
-    first, second = by_shape(model)
-    with zeroified(model, (first, second), stage=stage, topology=topology):
-        old = loss_of(model, comm.rank, 1)
-        loss_of(model, comm.rank, 0).backward()
+def test_a_graph_that_needs_what_the_step_has_changed_is_refused_as_in_torch(world: World, stage):
+    with world.mlp(by_shape, stage=stage) as (model, (first, second)):
+        old = loss_of(model, world.rank, 1)
+        loss_of(model, world.rank, 0).backward()
         first.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             old.backward()
@@ -88,8 +77,8 @@ def test_a_graph_that_needs_what_the_step_has_changed_is_refused_as_in_torch(
 @STAGES
 @pytest.mark.parametrize("transport", ["auto", "flat"])
 def test_a_graph_that_kept_units_whole_is_right_or_refused_after_a_step(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
+    world: World, stage, transport
+):
     """Of vectors alone, which the step of the matrices' optimizer does not change; but every unit has both."""
     model, plain = MLP(), MLP()
     first, second = by_shape(model)
@@ -97,11 +86,10 @@ def test_a_graph_that_kept_units_whole_is_right_or_refused_after_a_step(
     def penalty(of: nn.Module) -> torch.Tensor:
         return torch.stack([(p**3).sum() for p in of.parameters() if p.dim() == 1]).sum()
 
-    options: dict[str, Any] = {"stage": stage, "topology": topology, "transport": transport}
-    with zeroified(model, (first, second), **options):
+    with world.zeroified(model, (first, second), stage=stage, transport=transport):
         with hpczero.gathered(model):
             kept = penalty(model)
-        loss_of(model, comm.rank, 0).backward()
+        loss_of(model, world.rank, 0).backward()
         first.step()
         model.zero_grad()
         if stage == 3:
@@ -116,7 +104,7 @@ def test_a_graph_that_kept_units_whole_is_right_or_refused_after_a_step(
             worst = max(
                 float((found[n] - g).abs().max()) for n, g in vectors.items() if g is not None
             )
-            parallel_assert(comm, worst < TOLERANCE, f"differs by {worst} from torch")
+            world.check(worst < TOLERANCE, f"differs by {worst} from torch")
         model.zero_grad()
-        loss_of(model, comm.rank, 0).backward()
+        loss_of(model, world.rank, 0).backward()
         second.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +11,9 @@ from torch.optim import SGD, AdamW
 
 import hpczero
 from hpczero.errors import PlanError, StepError
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, mlp_backward, raises_on_all, zeroified
+from tests.helpers.small_models import MLP, mlp_backward
+from tests.helpers.world import World
 from tests.zero.several_models import by_shape
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -54,83 +49,65 @@ def given(model: MLP) -> dict[str, tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("case", given(MLP()))
-def test_zeroify_refuses(comm: MPI.Intracomm, topology: Topology, case: str) -> None:
+def test_zeroify_refuses(world: World, case):
     model = MLP()
     optimizers, message = given(model)[case]
     before = [parameter.clone() for parameter in model.parameters()]
-    raises_on_all(
-        comm, PlanError, message, lambda: hpczero.zeroify(model, optimizers, topology=topology)
+    world.raises(
+        PlanError, message, lambda: hpczero.zeroify(model, optimizers, topology=world.topology)
     )
-    parallel_assert(comm, all(map(torch.equal, model.parameters(), before)))
+    world.check(all(map(torch.equal, model.parameters(), before)))
 
 
 @pytest.mark.ranks(2, 3)
-def test_optimizers_in_another_order_on_one_rank(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_optimizers_in_another_order_on_one_rank(world: World):
     model = MLP()
-    optimizers = by_shape(model)[:: -1 if comm.rank else 1]
-    raises_on_all(
-        comm,
-        PlanError,
-        "built another model, optimizer, stage or precision than rank 0",
-        lambda: hpczero.zeroify(model, optimizers, topology=topology),
+    optimizers = by_shape(model)[:: -1 if world.rank else 1]
+    said = "built another model, optimizer, stage or precision than rank 0"
+    world.raises(
+        PlanError, said, lambda: hpczero.zeroify(model, optimizers, topology=world.topology)
     )
 
 
 @STAGES
 @pytest.mark.ranks(2, 3)
-def test_another_optimizer_steps_on_one_rank(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_another_optimizer_steps_on_one_rank(world: World, stage):
     model = MLP()
     parts = [[p for p in model.parameters() if (p.dim() > 1) is even] for even in (True, False)]
     optimizers = tuple(AdamW(part, lr=0.01) for part in parts)  # by their options they are equal
-    with zeroified(model, optimizers, stage=stage, topology=topology):
-        mlp_backward(model, comm.rank)
-        raises_on_all(
-            comm,
-            StepError,
-            r"a step of optimizer 1 \(AdamW\), where rank 0 has a step of optimizer 0 \(AdamW\)",
-            optimizers[1 if comm.rank == comm.size - 1 else 0].step,
-        )
+    with world.zeroified(model, optimizers, stage=stage):
+        mlp_backward(model, world.rank)
+        said = r"a step of optimizer 1 \(AdamW\), where rank 0 has a step of optimizer 0 \(AdamW\)"
+        world.raises(StepError, said, optimizers[world.rank == world.size - 1].step)
 
 
 @STAGES
 @pytest.mark.ranks(2, 3)
-def test_one_rank_zeroes_the_gradients_of_one_optimizer(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = MLP()
-    first, second = by_shape(model)
-    with zeroified(model, (first, second), stage=stage, topology=topology):
-        mlp_backward(model, comm.rank)
+def test_one_rank_zeroes_the_gradients_of_one_optimizer(world: World, stage):
+    with world.mlp(by_shape, stage=stage) as (model, (first, second)):
+        mlp_backward(model, world.rank)
         first.step()
-        if comm.rank == 0:
+        if world.rank == 0:
             first.zero_grad()
-        raises_on_all(comm, StepError, "zero_grad of one optimizer", second.step)
+        world.raises(StepError, "zero_grad of one optimizer", second.step)
 
 
-def test_a_group_added_to_one_of_them(comm: MPI.Intracomm, topology: Topology) -> None:
-    model = MLP()
-    first, second = by_shape(model)
-    with zeroified(model, (first, second), topology=topology):
+def test_a_group_added_to_one_of_them(world: World):
+    with world.mlp(by_shape) as (model, (first, second)):
         second.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-        mlp_backward(model, comm.rank)
-        raises_on_all(
-            comm,
-            StepError,
-            r"group 1 of optimizer 1 \(SGD\) has 1 parameter\(s\) put in",
-            first.step,
-        )
+        mlp_backward(model, world.rank)
+        said = r"group 1 of optimizer 1 \(SGD\) has 1 parameter\(s\) put in"
+        world.raises(StepError, said, first.step)
 
 
-def test_state_of_another_of_them(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_state_of_another_of_them(world: World):
     model = MLP()
     parts = [list(model.layers[0].parameters()), list(model.layers[1].parameters())]
     parts[1] += model.layers[2].parameters()
     optimizers = tuple(AdamW(part[:2], lr=0.01) for part in parts)
     optimizers[1].add_param_group({"params": parts[1][2:]})
-    with zeroified(model, optimizers, stage=0, topology=topology):
-        mlp_backward(model, comm.rank)
+    with world.zeroified(model, optimizers, stage=0):
+        mlp_backward(model, world.rank)
         for optimizer in optimizers:
             optimizer.step()
         state = optimizers[0].state_dict()
@@ -139,46 +116,33 @@ def test_state_of_another_of_them(comm: MPI.Intracomm, topology: Topology) -> No
             optimizers[1].load_state_dict(state)
 
 
-def test_the_only_optimizer_is_asked_for(comm: MPI.Intracomm, topology: Topology) -> None:
-    model = MLP()
-    optimizers = by_shape(model)
-    with zeroified(model, optimizers, topology=topology) as sharding:
-        parallel_assert(comm, tuple(sharding.optimizers) == optimizers)
+def test_the_only_optimizer_is_asked_for(world: World):
+    with world.mlp(by_shape) as (model, optimizers):
+        sharding = hpczero.sharding(model)
+        world.check(tuple(sharding.optimizers) == optimizers)
         with pytest.raises(PlanError, match=r"2 optimizers \(AdamW, SGD\)"):
             _ = sharding.optimizer
 
 
-def test_release_leaves_every_optimizer_to_plain_torch(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    model = MLP()
-    optimizers = by_shape(model)
-    with zeroified(model, optimizers, stage=0, topology=topology):
+def test_release_leaves_every_optimizer_to_plain_torch(world: World):
+    with world.mlp(by_shape, stage=0) as (_, optimizers):
         pass
     for optimizer in optimizers:
-        parallel_assert(comm, not optimizer._optimizer_step_pre_hooks)
-        parallel_assert(comm, "zero_grad" not in vars(optimizer))
+        world.check(not optimizer._optimizer_step_pre_hooks)
+        world.check("zero_grad" not in vars(optimizer))
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_an_interrupted_backward_needs_the_gradients_of_all_to_go(
-    comm: MPI.Intracomm, topology: Topology, to_none: bool
-) -> None:
-    model = MLP()
-    first, second = by_shape(model)
-    with zeroified(model, (first, second), stage=2, topology=topology):
-        mlp_backward(model, comm.rank)
-        hook = next(model.parameters()).register_hook(_fail)
+def test_an_interrupted_backward_needs_the_gradients_of_all_to_go(world: World, to_none):
+    with world.mlp(by_shape, stage=2) as (model, (first, second)):
+        mlp_backward(model, world.rank)
+        hook = next(model.parameters()).register_hook(lambda gradient: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            mlp_backward(model, comm.rank)
+            mlp_backward(model, world.rank)
         hook.remove()
         first.zero_grad(set_to_none=to_none)
-        raises_on_all(comm, StepError, "the last backward did not finish", first.step)
+        world.raises(StepError, "the last backward did not finish", first.step)
         second.zero_grad(set_to_none=to_none)
-        mlp_backward(model, comm.rank)
+        mlp_backward(model, world.rank)
         first.step()
         second.step()
-
-
-def _fail(gradient: torch.Tensor) -> None:
-    raise ZeroDivisionError

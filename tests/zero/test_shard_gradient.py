@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import hpczero
 from hpczero.errors import StepError
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, grad, mlp_input, raises_on_all, sgd, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, grad, mlp_input, sgd, squares, update
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -68,13 +63,9 @@ NORMS_OF_SHARDS = [
 @pytest.mark.ranks(1, 2)  # of three, one owns nothing of units as small as these
 @STAGES
 @pytest.mark.parametrize("act", NORMS_OF_SHARDS)
-def test_what_takes_shards_for_whole_gradients_is_refused(
-    comm: MPI.Intracomm, topology: Topology, stage: int, act: Callable[..., None]
-) -> None:
-    model = MLP()
-    optimizer = sgd(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        model(mlp_input(comm.rank)).sum().backward()
+def test_what_takes_shards_for_whole_gradients_is_refused(world: World, stage, act):
+    with world.mlp(sgd, stage=stage) as (model, optimizer):
+        model(mlp_input(world.rank)).sum().backward()
         with pytest.raises(StepError, match="this rank's pieces of the gradients"):
             act(optimizer)
         torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.1)
@@ -96,28 +87,21 @@ def _halve_shards_in_place(optimizer: torch.optim.Optimizer) -> None:
     "halve", [_halve_shards, _halve_shards_in_place], ids=lambda act: act.__name__
 )
 def test_what_is_assigned_to_gradients_of_shards_is_clipped_and_added_to(
-    comm: MPI.Intracomm, topology: Topology, stage: int, halve: Callable[..., None]
-) -> None:
+    world: World, stage, halve
+):
     plain = MLP()
     reference = sgd(plain)
-    model = MLP()
-    optimizer = sgd(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
+    with world.mlp(sgd, stage=stage) as (model, optimizer):
         for scale in (1.0, 2.0):
-            sum(plain(scale * mlp_input(r)).sum() / comm.size for r in range(comm.size)).backward()
-            for parameter in plain.parameters():
-                parameter.grad = grad(parameter) * 0.5
-            model(scale * mlp_input(comm.rank)).sum().backward()
+            world.backward(model, plain, lambda m, rank, s=scale: m(s * mlp_input(rank)).sum())
+            _halve_shards(reference)
             halve(optimizer)
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
         found = hpczero.clip_grad_norm_(model, 0.3)
-        parallel_assert(comm, abs(found - expected) < 1e-5 * expected, f"{found} {expected}")
+        world.check(abs(found - expected) < 1e-5 * expected, f"{found} {expected}")
         reference.step()
         optimizer.step()
-        with hpczero.gathered(model):
-            pairs = zip(model.parameters(), plain.parameters(), strict=True)
-            worst = max(float((a - b).detach().abs().max()) for a, b in pairs)
-    parallel_assert(comm, worst < 2e-6, f"differs by {worst} from one process")
+        world.check_weights(model, plain, within=2e-6)
 
 
 def _clamp(parameter: torch.nn.Parameter) -> None:
@@ -137,102 +121,69 @@ CLAMPS = pytest.mark.parametrize("clamp", [_clamp, _clamp_data], ids=lambda act:
 @pytest.mark.parametrize("transport", ["auto", "flat"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_values_that_were_changed_after_the_step_are_refused_where_the_model_is_used(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    clamp: Callable[..., None],
-    transport: str,
-    precision: str,
-) -> None:
-    model = MLP()
-    optimizer = sgd(model)
-    options: dict[str, Any] = {"stage": stage, "topology": topology, "precision": precision}
-    with zeroified(model, optimizer, transport=transport, **options):
-        model(mlp_input(comm.rank)).sum().backward()
+    world: World, stage, clamp, transport, precision
+):
+    options = {"stage": stage, "transport": transport, "precision": precision}
+    with world.mlp(sgd, **options) as (model, optimizer):
+        model(mlp_input(world.rank)).sum().backward()
         optimizer.step()
         for parameter in optimizer.param_groups[0]["params"]:
             clamp(parameter)
         if optimizer.param_groups[0]["params"]:  # of three ranks, one owns nothing
             with pytest.raises(StepError, match="was changed since the last step"):
-                model(mlp_input(comm.rank))
-        raises_on_all(
-            comm,
-            StepError,
-            "was changed since the last step",
-            lambda: hpczero.gathered(model).__enter__(),
-        )
+                model(mlp_input(world.rank))
+        gather = hpczero.gathered(model).__enter__
+        world.raises(StepError, "was changed since the last step", gather)
 
 
 @STAGES
 @CLAMPS
-def test_values_that_were_changed_before_the_step_are_stepped_from(
-    comm: MPI.Intracomm, topology: Topology, stage: int, clamp: Callable[..., None]
-) -> None:
+def test_values_that_were_changed_before_the_step_are_stepped_from(world: World, stage, clamp):
     plain = MLP()
     reference = sgd(plain)
-    sum(plain(mlp_input(r)).sum() / comm.size for r in range(comm.size)).backward()
-    for parameter in plain.parameters():
-        clamp(parameter)
-    reference.step()
-    model = MLP()
-    optimizer = sgd(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        model(mlp_input(comm.rank)).sum().backward()
-        for parameter in optimizer.param_groups[0]["params"]:
-            clamp(parameter)
-        optimizer.step()
-        with hpczero.gathered(model):
-            pairs = zip(model.parameters(), plain.parameters(), strict=True)
-            worst = max(float((a - b).detach().abs().max()) for a, b in pairs)
-    parallel_assert(comm, worst < 2e-6, f"differs by {worst} from one process")
+    with world.mlp(sgd, stage=stage) as (model, optimizer):
+        world.backward(model, plain, squares)
+        for each in (optimizer, reference):
+            for parameter in each.param_groups[0]["params"]:
+                clamp(parameter)
+            each.step()
+        world.check_weights(model, plain, within=2e-6)
 
 
 @STAGES
-def test_values_in_other_memory_are_refused_at_the_step(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = MLP()
-    optimizer = sgd(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        model(mlp_input(comm.rank)).sum().backward()
+def test_values_in_other_memory_are_refused_at_the_step(world: World, stage):
+    with world.mlp(sgd, stage=stage) as (model, optimizer):
+        model(mlp_input(world.rank)).sum().backward()
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.data = parameter.data * 0.5
-        raises_on_all(comm, StepError, "was given other memory", optimizer.step)
+        world.raises(StepError, "was given other memory", optimizer.step)
 
 
 @STAGES
-def test_norms_of_parameters_follow_changes_of_shards(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = MLP()
-    optimizer = sgd(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        model(mlp_input(comm.rank)).sum().backward()
+def test_norms_of_parameters_follow_changes_of_shards(world: World, stage):
+    with world.mlp(sgd, stage=stage) as (model, optimizer):
+        model(mlp_input(world.rank)).sum().backward()
         first = torch.nn.utils.get_total_norm([grad(p) for p in model.parameters()])
         for parameter in optimizer.param_groups[0]["params"]:
             grad(parameter).mul_(0.25)
         second = torch.nn.utils.get_total_norm([grad(p) for p in model.parameters()])
-        parallel_assert(comm, abs(second - first / 4) < 1e-6 * first, f"{first} {second}")
+        world.check(abs(second - first / 4) < 1e-6 * first, f"{first} {second}")
 
 
 @STAGES
-def test_gradients_of_shards_set_to_none_are_in_no_norm(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = MLP()
-    optimizer = sgd(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        model(mlp_input(comm.rank)).sum().backward()
+def test_gradients_of_shards_set_to_none_are_in_no_norm(world: World, stage):
+    with world.mlp(sgd, stage=stage) as (model, optimizer):
+        model(mlp_input(world.rank)).sum().backward()
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = None
-        parallel_assert(comm, hpczero.clip_grad_norm_(model, 1.0) == 0.0)
+        world.check(hpczero.clip_grad_norm_(model, 1.0) == 0.0)
 
 
 @STAGES
 @pytest.mark.parametrize("registered", ["before zeroify", "after zeroify"])
 def test_hooks_around_the_step_see_guarded_gradients_and_new_values(
-    comm: MPI.Intracomm, topology: Topology, stage: int, registered: str
-) -> None:
+    world: World, stage, registered
+):
     model = MLP()
     optimizer = sgd(model)
     refused: list[str] = []
@@ -256,15 +207,14 @@ def test_hooks_around_the_step_see_guarded_gradients_and_new_values(
 
     if registered == "before zeroify":
         register()
-    with zeroified(model, optimizer, stage=stage, topology=topology) as sharding:
+    with world.zeroified(model, optimizer, stage=stage) as sharding:
         if registered == "after zeroify":
             register()
         for _ in range(2):
-            model(mlp_input(comm.rank)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            model(mlp_input(world.rank)).sum().backward()
+            update(optimizer)
             state = hpczero.full_state_dict(model)
             sums = None if state is None else [float(v.double().sum()) for v in state.values()]
-            parallel_assert(comm, seen[-1] == comm.bcast(sums), "values of before the step")
+            world.check(seen[-1] == world.comm.bcast(sums), "values of before the step")
         owned = 2 * sum(len(unit.shards) for unit in sharding.units)
-        parallel_assert(comm, len(refused) == owned, f"{len(refused)} of {owned} were refused")
+        world.check(len(refused) == owned, f"{len(refused)} of {owned} were refused")

@@ -112,7 +112,7 @@ RANDOM: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("act", REFUSED.values(), ids=REFUSED)
-def test_what_is_not_elementwise_is_refused(act: Callable[[Any, Any], object]) -> None:
+def test_what_is_not_elementwise_is_refused(act):
     piece = _piece()
     with torch.no_grad(), pytest.raises(StepError, match="this rank's pieces of the gradients"):
         act(piece, grad(piece))
@@ -125,9 +125,7 @@ def _tensors(result: object) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("act", ALLOWED.values(), ids=ALLOWED)
-def test_what_is_elementwise_gives_what_an_ordinary_tensor_gives(
-    act: Callable[[Any, Any], object],
-) -> None:
+def test_what_is_elementwise_gives_what_an_ordinary_tensor_gives(act):
     piece, plain = _piece(), _piece()
     open_shards([plain])
     torch.manual_seed(0)
@@ -141,9 +139,7 @@ def test_what_is_elementwise_gives_what_an_ordinary_tensor_gives(
 
 
 @pytest.mark.parametrize("act", IN_PLACE.values(), ids=IN_PLACE)
-def test_changes_in_place_are_those_of_an_ordinary_tensor(
-    act: Callable[[Any, Any], object],
-) -> None:
+def test_changes_in_place_are_those_of_an_ordinary_tensor(act):
     piece, plain = _piece(), _piece()
     open_shards([plain])
     with torch.no_grad():
@@ -155,7 +151,7 @@ def test_changes_in_place_are_those_of_an_ordinary_tensor(
 
 
 @pytest.mark.parametrize("act", RANDOM.values(), ids=RANDOM)
-def test_random_numbers_are_those_of_an_ordinary_tensor(act: Callable[[Any], object]) -> None:
+def test_random_numbers_are_those_of_an_ordinary_tensor(act):
     piece, plain = _piece(), torch.zeros(6)
     for tensor in (grad(piece), plain):
         torch.manual_seed(0)
@@ -164,7 +160,7 @@ def test_random_numbers_are_those_of_an_ordinary_tensor(act: Callable[[Any], obj
     assert torch.equal(grad(piece), plain)
 
 
-def test_metadata_is_there() -> None:
+def test_metadata_is_there():
     piece = _piece()
     for tensor in (piece, grad(piece)):
         assert (tensor.shape, tensor.size(0), tensor.numel(), tensor.dim()) == ((6,), 6, 6, 1)
@@ -179,7 +175,7 @@ def test_metadata_is_there() -> None:
 
 
 @pytest.mark.parametrize("of", ["parameter", "gradient"])
-def test_a_sharded_parameter_beside_a_piece_is_refused_as_ever(of: str) -> None:
+def test_a_sharded_parameter_beside_a_piece_is_refused_as_ever(of):
     whole = nn.Parameter(torch.ones(6))
     Guard(whole, "layer.weight").close()
     piece = _piece()
@@ -188,7 +184,7 @@ def test_a_sharded_parameter_beside_a_piece_is_refused_as_ever(of: str) -> None:
         tensor.add_(whole)
 
 
-def test_what_is_assigned_to_a_gradient_is_a_tensor_of_its_shape() -> None:
+def test_what_is_assigned_to_a_gradient_is_a_tensor_of_its_shape():
     piece: Any = _piece()
     before = grad(piece).clone()
     with pytest.raises(TypeError, match="got int, expected a Tensor or None"):
@@ -215,7 +211,7 @@ def _added_in_place(piece: Any) -> None:
 @pytest.mark.parametrize(
     "decay", [_assigned, _added, _added_in_place], ids=lambda act: act.__name__
 )
-def test_a_gradient_takes_what_has_a_graph_and_gets_none(decay: Callable[[Any], None]) -> None:
+def test_a_gradient_takes_what_has_a_graph_and_gets_none(decay):
     plain = _piece()
     open_shards([plain])
     decay(plain)

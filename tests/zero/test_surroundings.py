@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hpczero
 from hpczero.errors import StepError
 from tests.equality.reference import tree_sum
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, check_trains, mlp_input, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, mlp_input, update
+from tests.helpers.world import World
 
 pytestmark = [
     pytest.mark.mpi,
@@ -46,10 +41,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def trained_plain(
-    build: Callable[[], nn.Module],
-    size: int,
-    loss: Loss = loss_of,
-    chosen: Chosen = lambda model: list(model.parameters()),
+    build: Callable[[], nn.Module], size: int, loss: Loss, chosen: Chosen | None
 ) -> dict[str, Tensor]:
     """What one process makes of all ranks' inputs."""
     model = build()
@@ -58,7 +50,7 @@ def trained_plain(
         terms: list[dict[str, Tensor]] = []
         for rank in range(size):
             optimizer.zero_grad()
-            loss(model, rank, step).backward(inputs=chosen(model))
+            loss(model, rank, step).backward(inputs=chosen(model) if chosen else None)
             found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
             terms.append(found)
         for name, parameter in model.named_parameters():
@@ -68,41 +60,44 @@ def trained_plain(
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def check_equal(comm: MPI.Intracomm, model: nn.Module, expected: dict[str, Tensor]) -> None:
+def check_equal(world: World, model: nn.Module, expected: dict[str, Tensor]) -> None:
     """Parameters as in one process, but for a rounding of 6e-8 of values below 1 in each step."""
     state = hpczero.full_state_dict(model)
     worst = 0.0
     if state is not None:
         worst = max(float((state[name] - expected[name]).abs().max()) for name in expected)
-    parallel_assert(comm, worst < 1e-6, f"differs by {worst} from one process")
+    world.check(worst < 1e-6, f"differs by {worst} from one process")
 
 
 def check_trained(
-    comm: MPI.Intracomm,
-    build: Callable[[], nn.Module],
-    expected: dict[str, Tensor],
-    *,
+    world: World,
+    build: Callable[[], nn.Module] = MLP,
     loss: Loss = loss_of,
+    *,
+    plainly: Loss | None = None,
     chosen: Chosen | None = None,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ranks: int | None = None,
     **options: Any,
 ) -> None:
-    """``build()`` trained in shards becomes ``expected``. Collective.
+    """``build()`` trained in shards becomes what one process makes of it. Collective.
 
     Args:
+        plainly: the loss in one process; as in shards if None.
         chosen: the inputs of backward; all if None.
         around: one context around all steps.
+        ranks: whose inputs the one process takes; those of all if None.
         options: of ``zeroify``.
     """
+    expected = trained_plain(build, ranks or world.size, plainly or loss, chosen)
     model = build()
     optimizer = adamw(model)
-    with zeroified(model, optimizer, **options), around():
+    with world.zeroified(model, optimizer, **options), around():
         for step in range(STEPS):
             inputs = chosen(model) if chosen else None
-            loss(model, comm.rank, step).backward(inputs=inputs)
-            optimizer.step()
-            optimizer.zero_grad()
-        check_equal(comm, model, expected)
+            loss(model, world.rank, step).backward(inputs=inputs)
+            update(optimizer)
+        check_equal(world, model, expected)
 
 
 # --- autocast
@@ -119,12 +114,10 @@ def loss_in_autocast(model: nn.Module, rank: int, step: int) -> Tensor:
 
 @STAGES
 @TRANSPORTS
-def test_one_autocast_block_around_several_steps(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
-    expected = trained_plain(MLP, comm.size, loss_in_autocast)  # a block for each forward
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    check_trained(comm, MLP, expected, around=autocast, **options)
+def test_one_autocast_block_around_several_steps(world: World, stage, transport):
+    # in one process a block for each forward
+    options = {"stage": stage, "transport": transport}
+    check_trained(world, plainly=loss_in_autocast, around=autocast, **options)
 
 
 def unit_loss(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -139,13 +132,9 @@ def unit_loss_in_autocast(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 @STAGES
-def test_unit_called_alone_in_one_autocast_block_around_several_steps(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    chosen = lambda model: list(model.get_submodule("layers.0").parameters())  # noqa: E731
-    expected = trained_plain(MLP, comm.size, unit_loss_in_autocast, chosen)
-    options: dict[str, Any] = {"stage": stage, "topology": topology}
-    check_trained(comm, MLP, expected, loss=unit_loss, around=autocast, **options)
+def test_unit_called_alone_in_one_autocast_block_around_several_steps(world: World, stage):
+    options = {"plainly": unit_loss_in_autocast, "around": autocast, "stage": stage}
+    check_trained(world, MLP, unit_loss, **options)
 
 
 class Casts(TorchDispatchMode):
@@ -162,24 +151,17 @@ class Casts(TorchDispatchMode):
         return result
 
 
-def test_casts_of_a_forward_without_gradients_do_not_pile_up(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_casts_of_a_forward_without_gradients_do_not_pile_up(world: World):
     model = nn.Sequential(*(nn.Linear(30, 30, bias=False) for _ in range(20)))
     casts, held = Casts(), []
+    live = lambda *_: held.append(sum(not cast.expired() for cast in casts.made))  # noqa: E731
     for layer in model:
-        layer.register_forward_hook(
-            lambda *_: held.append(sum(not cast.expired() for cast in casts.made))
-        )
+        layer.register_forward_hook(live)
     rule = lambda model: [(str(i),) for i in range(20)]  # noqa: E731
-    with (
-        zeroified(model, adamw(model), stage=3, rule=rule, topology=topology),
-        torch.no_grad(),
-        autocast(),
-        casts,
-    ):
+    sharded = world.zeroified(model, adamw(model), stage=3, rule=rule)
+    with sharded, torch.no_grad(), autocast(), casts:
         model(torch.ones(2, 30))
-    parallel_assert(comm, len(casts.made) == 20 and max(held) <= 2, str(held))
+    world.check(len(casts.made) == 20 and max(held) <= 2, held)
 
 
 # --- derivatives past the hooks
@@ -202,27 +184,21 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], object]] = {
 
 @STAGES
 @TRANSPORTS
-def test_transforms_of_torch_func_are_refused_by_name(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
-    model = MLP()
-    optimizer = adamw(model)
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    with zeroified(model, optimizer, **options):
+def test_transforms_of_torch_func_are_refused_by_name(world: World, stage, transport):
+    with world.mlp(adamw, stage=stage, transport=transport) as (model, optimizer):
         for transform in TRANSFORMS.values():
             with pytest.raises(StepError, match=r"a transform of torch\.func .*loss\.backward\(\)"):
-                transform(model, mlp_input(comm.rank))
-        check_trains(comm, model, optimizer)
+                transform(model, mlp_input(world.rank))
+        world.check_trains(model, optimizer)
 
 
 @STAGES
 @TRANSPORTS
 def test_forward_mode_is_refused_by_name_unless_there_are_no_gradients(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
+    world: World, stage, transport
+):
     model, plain, x = MLP(), MLP(), mlp_input(0)
     optimizer = adamw(model)
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
 
     def tangent(model: nn.Module) -> Tensor:
         with forward_ad.dual_level():
@@ -230,29 +206,26 @@ def test_forward_mode_is_refused_by_name_unless_there_are_no_gradients(
             assert found is not None
             return found.clone()
 
-    with zeroified(model, optimizer, **options):
+    with world.zeroified(model, optimizer, stage=stage, transport=transport):
         with pytest.raises(StepError, match=r"forward_ad.dual_level.*under torch\.no_grad\(\)"):
             tangent(model)
         with torch.no_grad():
-            parallel_assert(comm, torch.equal(tangent(model), tangent(plain)))
+            world.check(torch.equal(tangent(model), tangent(plain)))
             rows = torch.func.vmap(model)(x)
-            parallel_assert(comm, torch.allclose(rows, plain(x), rtol=1e-6))
-        check_trains(comm, model, optimizer)
+            world.check(torch.allclose(rows, plain(x), rtol=1e-6))
+        world.check_trains(model, optimizer)
 
 
 @STAGES
 @TRANSPORTS
-def test_jacobian_with_respect_to_inputs(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
+def test_jacobian_with_respect_to_inputs(world: World, stage, transport):
     model, x = MLP(), mlp_input(0)
     expected = torch.autograd.functional.jacobian(MLP(), x)
     optimizer = adamw(model)
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    with zeroified(model, optimizer, **options):
+    with world.zeroified(model, optimizer, stage=stage, transport=transport):
         found = torch.autograd.functional.jacobian(model, x)
-        parallel_assert(comm, torch.equal(found, expected))
-        check_trains(comm, model, optimizer)
+        world.check(torch.equal(found, expected))
+        world.check_trains(model, optimizer)
 
 
 # --- backward to chosen inputs
@@ -268,36 +241,23 @@ CHOSEN: dict[str, Chosen] = {
 @STAGES
 @TRANSPORTS
 @pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN)
-def test_backward_to_chosen_parameters(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    transport: str,
-    chosen: Chosen,
-) -> None:
-    expected = trained_plain(MLP, comm.size, chosen=chosen)
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    check_trained(comm, MLP, expected, chosen=chosen, **options)
+def test_backward_to_chosen_parameters(world: World, stage, transport, chosen):
+    check_trained(world, chosen=chosen, stage=stage, transport=transport)
 
 
 @STAGES
 @TRANSPORTS
-def test_backward_to_the_input_alone_leaves_parameters_alone(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
+def test_backward_to_the_input_alone_leaves_parameters_alone(world: World, stage, transport):
     x, y = (mlp_input(0).requires_grad_() for _ in range(2))
     plain = MLP()
     plain(y).square().sum().backward(inputs=[y])
-    model = MLP()
-    optimizer = adamw(model)
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    with zeroified(model, optimizer, **options):
+    with world.mlp(adamw, stage=stage, transport=transport) as (model, optimizer):
         model(x).square().sum().backward(inputs=[x])
         assert x.grad is not None
         assert y.grad is not None
-        parallel_assert(comm, torch.equal(x.grad, y.grad))
+        world.check(torch.equal(x.grad, y.grad))
         optimizer.step()
-        check_equal(comm, model, {name: p.detach() for name, p in plain.named_parameters()})
+        check_equal(world, model, {name: p.detach() for name, p in plain.named_parameters()})
 
 
 # --- weights that modules compute, and modules in several places
@@ -350,16 +310,12 @@ class Chain(nn.Module):
 @STAGES
 @TRANSPORTS
 @pytest.mark.parametrize("name", COMPUTED)
-def test_modules_that_compute_their_weight(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str, name: str
-) -> None:
+def test_modules_that_compute_their_weight(world: World, stage, transport, name):
     build = lambda: Chain(COMPUTED[name])  # noqa: E731
     # Power iterations of spectral_norm go on in every forward: those of one rank.
-    ranks = 1 if name.startswith("spectral") else comm.size
+    ranks = 1 if name.startswith("spectral") else world.size
     loss = (lambda m, r, s: loss_of(m, 0, s)) if ranks == 1 else loss_of
-    expected = trained_plain(build, ranks, loss)
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    check_trained(comm, build, expected, loss=loss, **options)
+    check_trained(world, build, loss, ranks=ranks, stage=stage, transport=transport)
 
 
 class Repeated(nn.Module):
@@ -380,9 +336,5 @@ class Repeated(nn.Module):
 
 @STAGES
 @TRANSPORTS
-def test_block_in_several_places(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
-    expected = trained_plain(Repeated, comm.size)
-    options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    check_trained(comm, Repeated, expected, **options)
+def test_block_in_several_places(world: World, stage, transport):
+    check_trained(world, Repeated, stage=stage, transport=transport)

@@ -91,7 +91,7 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
-def test_containers_and_objects_in_memory_are_entered(holder: Callable[[Tensor], Any]) -> None:
+def test_containers_and_objects_in_memory_are_entered(holder):
     tensor = torch.ones(1)
     assert [id(found) for found in tensors_in([holder(tensor)])] == [id(tensor)]
 
@@ -119,9 +119,7 @@ LEAVES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:unclosed file")
 @pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
-def test_what_holds_no_results_is_not_searched(
-    monkeypatch: pytest.MonkeyPatch, leaf: Callable[[], Any]
-) -> None:
+def test_what_holds_no_results_is_not_searched(monkeypatch, leaf):
     item = leaf()
     monkeypatch.setattr(tensors, "MOST_OBJECTS", 2)  # the list and one more
     assert not list(tensors_in([item]))
@@ -131,7 +129,7 @@ def test_what_holds_no_results_is_not_searched(
     assert model.own is item
 
 
-def test_a_container_that_raises_is_left_alone_among_arguments() -> None:
+def test_a_container_that_raises_is_left_alone_among_arguments():
     batch = {"closed": Closed(), "x": torch.ones(1)}
     walk = Replacement(lambda tensor: tensor + 1)
     assert walk.of(batch) is batch
@@ -140,7 +138,7 @@ def test_a_container_that_raises_is_left_alone_among_arguments() -> None:
     assert batch["x"] == 1
 
 
-def test_undoing_puts_no_default_in_the_place_of_what_was_taken_out() -> None:
+def test_undoing_puts_no_default_in_the_place_of_what_was_taken_out():
     batch = defaultdict(lambda: torch.zeros(1), x=torch.ones(1))
     walk = Replacement(lambda tensor: tensor + 1)
     walk.of(batch)
@@ -173,7 +171,7 @@ class Once(MutableMapping[str, Any]):
         return len(self.held)
 
 
-def test_a_container_that_the_model_closed_keeps_the_rest_from_nothing() -> None:
+def test_a_container_that_the_model_closed_keeps_the_rest_from_nothing():
     closing, batch = Once(a=torch.ones(1)), {"x": torch.ones(1)}
     walk = Replacement(lambda tensor: tensor + 1)
     walk.of([batch, closing])
@@ -192,15 +190,13 @@ def exchange(tree: Any) -> None:
 
 
 @pytest.mark.parametrize("walk", [search, exchange])
-def test_searches_and_casts_count_the_same_containers_and_no_tensors(
-    walk: Callable[[Any], None],
-) -> None:
+def test_searches_and_casts_count_the_same_containers_and_no_tensors(walk):
     walk([[torch.ones(1), torch.ones(1)] for _ in range(MOST_OBJECTS - 1)])
     with pytest.raises(TooMany):
         walk([[torch.ones(1)] for _ in range(MOST_OBJECTS)])
 
 
-def test_what_is_too_deep_to_be_cast_is_too_many_and_can_be_put_back() -> None:
+def test_what_is_too_deep_to_be_cast_is_too_many_and_can_be_put_back():
     deepest = {"x": torch.ones(1)}
     tree: list[Any] = [deepest]
     for _ in range(3000):

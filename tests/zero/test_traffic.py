@@ -19,20 +19,11 @@ from torch import nn
 import hpczero
 from hpczero.plan import TrafficPlan
 from hpczero.zero.units.whole import UnitState
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import (
-    adamw,
-    check_weights,
-    sgd,
-    tiny_gpt,
-    tiny_tokens,
-    zeroified,
-)
+from tests.helpers.small_models import adamw, same, sgd, tiny_gpt, tiny_tokens, update
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Sharding, Topology
+    from hpczero import Sharding
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
@@ -64,8 +55,10 @@ class Wire:
 
 
 @contextmanager
-def counted(topology: Topology) -> Iterator[tuple[Topology, Wire]]:
-    """The topology with communicators that count; any call they do not know fails the test."""
+def counted(
+    world: World, model: nn.Module, optimizer: Any, **options: Any
+) -> Iterator[tuple[Sharding, Wire]]:
+    """Sharded inside, over communicators that count; any call they do not know fails the test."""
     from mpi4py import MPI
 
     wire = Wire()
@@ -91,7 +84,7 @@ def counted(topology: Topology) -> Iterator[tuple[Topology, Wire]]:
             wire.count("reduce_scatter", (self.size - 1) * count * block.size)
             super().Alltoall(send, receive)
 
-    class World(Knowing):
+    class All(Knowing):
         known = (
             "Allgather",
             "Allreduce",
@@ -119,20 +112,19 @@ def counted(topology: Topology) -> Iterator[tuple[Topology, Wire]]:
             wire.count("inside", (self.size - 1) * count * block.size)
             super().Allgather(send, receive)
 
-    world = topology.world
+    ranks = world.topology.world
     counting = dataclasses.replace(
-        world,
-        ordered=Shard(world.ordered),
-        comm=World(world.comm),
-        node=Inside(world.node),
-        rail=world.rail and Inside(world.rail),
+        ranks,
+        ordered=Shard(ranks.ordered),
+        comm=All(ranks.comm),
+        node=Inside(ranks.node),
+        rail=ranks.rail and Inside(ranks.rail),
     )
-    yield (
-        dataclasses.replace(
-            topology, world=counting, data=counting, shard=counting, data_sequence=counting
-        ),
-        wire,
-    )
+    groups = dict.fromkeys(("world", "data", "shard", "data_sequence"), counting)
+    topology: Any = dataclasses.replace(world.topology, **groups)
+    how = {"topology": topology, "transport": "flat"} | options
+    with world.zeroified(model, optimizer, **how) as state:
+        yield state, wire
 
 
 def train_step(
@@ -152,12 +144,11 @@ def train_step(
                 stack.enter_context(hpczero.no_sync(model))
             model(tokens, tokens).backward()
     hpczero.clip_grad_norm_(model, 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def check(
-    comm: MPI.Intracomm, wire: Wire, sharding: Sharding, plan: TrafficPlan, *, agreements: int = 2
+    world: World, wire: Wire, sharding: Sharding, plan: TrafficPlan, *, agreements: int = 2
 ) -> None:
     """What was counted is what the plan says and what the transport's accounts say."""
     calls = {"all_gather": plan.all_gathers, "reduce_scatter": plan.reduce_scatters}
@@ -166,18 +157,18 @@ def check(
         "reduce_scatter": plan.reduce_scatter_nbytes,
     }
     said = f"{wire.calls} {wire.nbytes}, planned {plan}"
-    parallel_assert(comm, all(wire.calls[op] == calls[op] for op in calls), said)
-    parallel_assert(comm, all(wire.nbytes[op] == nbytes[op] for op in nbytes), said)
-    parallel_assert(comm, wire.calls["broadcast"] == 0, said)
-    parallel_assert(comm, agrees_shortly(comm, wire, calls=agreements), said)
+    world.check(all(wire.calls[op] == calls[op] for op in calls), said)
+    world.check(all(wire.nbytes[op] == nbytes[op] for op in nbytes), said)
+    world.check(wire.calls["broadcast"] == 0, said)
+    world.check(agrees_shortly(world, wire, calls=agreements), said)
     stats = sharding.collectives.stats
-    parallel_assert(comm, all(stats.calls[op] == calls[op] for op in calls), str(stats))
-    parallel_assert(comm, all(stats.sent_nbytes[op] == nbytes[op] for op in nbytes), str(stats))
+    world.check(all(stats.calls[op] == calls[op] for op in calls), stats)
+    world.check(all(stats.sent_nbytes[op] == nbytes[op] for op in nbytes), stats)
 
 
-def agrees_shortly(comm: MPI.Intracomm, wire: Wire, *, calls: int = 2) -> bool:
+def agrees_shortly(world: World, wire: Wire, *, calls: int = 2) -> bool:
     """Clip and step: the digits of a norm, and flags. Nothing that grows with the model or the ranks."""
-    return wire.calls["agreement"] == calls and wire.nbytes["agreement"] < 640 * (comm.size - 1)
+    return wire.calls["agreement"] == calls and wire.nbytes["agreement"] < 640 * (world.size - 1)
 
 
 def measured(model: nn.Module, optimizer: Any, sharding: Sharding, wire: Wire, **how: Any) -> None:
@@ -190,92 +181,69 @@ def measured(model: nn.Module, optimizer: Any, sharding: Sharding, wire: Wire, *
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_moves_two_or_three_times_the_model_and_its_padding(
-    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
-) -> None:
+def test_a_step_moves_two_or_three_times_the_model_and_its_padding(world: World, stage, precision):
     model = tiny_gpt()
-    psi, optimizer, size = sum(p.numel() for p in model.parameters()), adamw(model), comm.size
+    psi, optimizer, size = sum(p.numel() for p in model.parameters()), adamw(model), world.size
     units = 1 + len(model.blocks)
-    with (
-        counted(topology) as (counting, wire),
-        zeroified(
-            model, optimizer, stage=stage, topology=counting, transport="flat", precision=precision
-        ) as state,
-    ):
+    with counted(world, model, optimizer, stage=stage, precision=precision) as (state, wire):
         measured(model, optimizer, state, wire)
         padding = state.plan.padding_numel
-        parallel_assert(comm, 0 < padding < 64 * size * units, str(padding))
+        world.check(0 < padding < 64 * size * units, padding)
         # In elements. A replicated optimizer gathers reduced gradients, which are fp32 always.
         times, item = (3 if stage == 3 else 2), ITEMSIZE[precision]
         gathered = wire.nbytes["all_gather"] // (4 if stage == 0 else item)
         reduced = wire.nbytes["reduce_scatter"] // item
         expected = times * (psi + padding) * (size - 1)
-        parallel_assert(comm, (gathered + reduced) * size == expected, str(wire.nbytes))
-        parallel_assert(comm, wire.calls["all_gather"] == (2 if stage == 3 else 1) * units)
-        parallel_assert(comm, wire.calls["reduce_scatter"] == units)
-        check(comm, wire, state, state.plan.traffic())
+        world.check((gathered + reduced) * size == expected, wire.nbytes)
+        world.check(wire.calls["all_gather"] == (2 if stage == 3 else 1) * units)
+        world.check(wire.calls["reduce_scatter"] == units)
+        check(world, wire, state, state.plan.traffic())
 
 
 @pytest.mark.parametrize(("micro_steps", "synced"), [(3, 3), (3, 1), (3, 2)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_accumulation_moves_what_the_plan_says(
-    comm: MPI.Intracomm, topology: Topology, stage: int, micro_steps: int, synced: int
-) -> None:
+def test_accumulation_moves_what_the_plan_says(world: World, stage, micro_steps, synced):
     model = tiny_gpt()
     optimizer = adamw(model)
-    with (
-        counted(topology) as (counting, wire),
-        zeroified(
-            model, optimizer, stage=stage, topology=counting, transport="flat", precision="bf16"
-        ) as state,
-    ):
+    with counted(world, model, optimizer, stage=stage, precision="bf16") as (state, wire):
         how: dict[str, Any] = {"micro_steps": micro_steps, "synced": synced}
         measured(model, optimizer, state, wire, **how)
-        check(comm, wire, state, state.plan.traffic(**how))
+        check(world, wire, state, state.plan.traffic(**how))
         # by hand: reductions only where synced, and at stage 3 two gathers in every pass
         units = 1 + len(model.blocks)
         gathers = {0: synced, 1: 1, 2: 1, 3: 2 * micro_steps}[stage] * units
-        parallel_assert(comm, wire.calls["reduce_scatter"] == synced * units, str(wire.calls))
-        parallel_assert(comm, wire.calls["all_gather"] == gathers, str(wire.calls))
+        world.check(wire.calls["reduce_scatter"] == synced * units, wire.calls)
+        world.check(wire.calls["all_gather"] == gathers, wire.calls)
 
 
 @pytest.mark.parametrize("transport", ["window", "ipc"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_shared_memory_on_one_node_sends_no_parameter_and_no_gradient(
-    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str, transport: str
-) -> None:
+    world: World, stage, precision, transport
+):
     model = tiny_gpt()
     optimizer = adamw(model)
-    with (
-        counted(topology) as (counting, wire),
-        zeroified(
-            model,
-            optimizer,
-            stage=stage,
-            topology=counting,
-            transport=transport,
-            precision=precision,
-        ) as state,
-    ):
+    options = {"stage": stage, "transport": transport, "precision": precision}
+    with counted(world, model, optimizer, **options) as (state, wire):
         measured(model, optimizer, state, wire)
         said = f"{wire.calls} {wire.nbytes}; {state.collectives.stats}"
-        parallel_assert(comm, agrees_shortly(comm, wire), said)
+        world.check(agrees_shortly(world, wire), said)
         # Only a replicated optimizer gathers what is nobody's parameter: whole reduced gradients, in fp32.
         padded = sum(unit.layout.padded_numel for unit in state.plan.units)
-        gathered = 4 * padded * (comm.size - 1) // comm.size if stage == 0 else 0
-        parallel_assert(comm, wire.nbytes["inside"] == gathered, said)
-        parallel_assert(comm, set(wire.nbytes) <= {"agreement", "inside"}, said)
-        accounts_equal_plan(comm, state)
+        gathered = 4 * padded * (world.size - 1) // world.size if stage == 0 else 0
+        world.check(wire.nbytes["inside"] == gathered, said)
+        world.check(set(wire.nbytes) <= {"agreement", "inside"}, said)
+        accounts_equal_plan(world, state)
 
 
-def accounts_equal_plan(comm: MPI.Intracomm, state: Sharding) -> None:
+def accounts_equal_plan(world: World, state: Sharding) -> None:
     stats, plan = state.collectives.stats, state.plan.traffic(footprint=state.collectives.footprint)
     said = f"{stats}, planned {plan}"
-    parallel_assert(comm, stats.calls["all_gather"] == plan.all_gathers, said)
-    parallel_assert(comm, stats.calls["reduce_scatter"] == plan.reduce_scatters, said)
-    parallel_assert(comm, stats.sent_nbytes["all_gather"] == plan.all_gather_nbytes, said)
-    parallel_assert(comm, stats.sent_nbytes["reduce_scatter"] == plan.reduce_scatter_nbytes, said)
+    world.check(stats.calls["all_gather"] == plan.all_gathers, said)
+    world.check(stats.calls["reduce_scatter"] == plan.reduce_scatters, said)
+    world.check(stats.sent_nbytes["all_gather"] == plan.all_gather_nbytes, said)
+    world.check(stats.sent_nbytes["reduce_scatter"] == plan.reduce_scatter_nbytes, said)
 
 
 @pytest.mark.ranks(2, 4)
@@ -286,83 +254,62 @@ def accounts_equal_plan(comm: MPI.Intracomm, state: Sharding) -> None:
     ids=["fp32", "bf16", "fp32 reduced in bf16"],
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_between_two_nodes_the_accounts_are_the_plan(
-    comm: MPI.Intracomm, stage: int, precision: str | hpczero.Precision, transport: str
-) -> None:
+def test_between_two_nodes_the_accounts_are_the_plan(comm, stage, precision, transport):
     half = comm.size // 2
-    topology = hpczero.Topology.create(comm, [0] * half + [1] * half)
+    world = World(comm, hpczero.Topology.create(comm, [0] * half + [1] * half))
     model = tiny_gpt()
     optimizer = adamw(model)
-    with zeroified(
-        model,
-        optimizer,
-        stage=stage,
-        topology=topology,
-        transport=transport,
-        precision=precision,
-    ) as state:
+    options = {"stage": stage, "transport": transport, "precision": precision}
+    with world.zeroified(model, optimizer, **options) as state:
         train_step(model, optimizer, state)
         state.collectives.stats.reset()
         train_step(model, optimizer, state)
-        accounts_equal_plan(comm, state)
+        accounts_equal_plan(world, state)
         # by hand: over the network goes every shard of the other node once per collective
         if transport == "window" and stage == 3 and precision == "fp32":
             shards = sum(unit.layout.shard_numel for unit in state.plan.units)
             found = sum(state.collectives.stats.sent_nbytes[op] for op in OPERATIONS)
-            parallel_assert(comm, found == 3 * 4 * shards, f"{found}, {shards}")
-    topology.free()
+            world.check(found == 3 * 4 * shards, f"{found}, {shards}")
+    world.topology.free()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_checkpointed_blocks_move_no_more(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
+def test_checkpointed_blocks_move_no_more(world: World, stage):
     model = tiny_gpt(checkpoint_activations=True)
     optimizer = adamw(model)
-    with (
-        counted(topology) as (counting, wire),
-        zeroified(model, optimizer, stage=stage, topology=counting, transport="flat") as state,
-    ):
+    with counted(world, model, optimizer, stage=stage) as (state, wire):
         measured(model, optimizer, state, wire)
-        check(comm, wire, state, state.plan.traffic())
+        check(world, wire, state, state.plan.traffic())
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_frozen_blocks_are_not_reduced(comm: MPI.Intracomm, topology: Topology, stage: int) -> None:
+def test_frozen_blocks_are_not_reduced(world: World, stage):
     model = tiny_gpt()
     model.blocks[0].requires_grad_(False)
     optimizer = adamw(model)
-    with (
-        counted(topology) as (counting, wire),
-        zeroified(model, optimizer, stage=stage, topology=counting, transport="flat") as state,
-    ):
+    with counted(world, model, optimizer, stage=stage) as (state, wire):
         measured(model, optimizer, state, wire)
         # one more in backward: whether a rank has unfrozen something
-        check(comm, wire, state, state.plan.traffic(), agreements=3)
-        parallel_assert(comm, wire.calls["reduce_scatter"] == 2, str(wire.calls))
+        check(world, wire, state, state.plan.traffic(), agreements=3)
+        world.check(wire.calls["reduce_scatter"] == 2, wire.calls)
 
 
 @pytest.mark.ranks(2)
-def test_forward_without_gradients_gathers_once(comm: MPI.Intracomm, topology: Topology) -> None:
-    model, tokens = tiny_gpt(), tiny_tokens(comm.rank)
-    with (
-        counted(topology) as (counting, wire),
-        zeroified(model, None, stage=3, topology=counting, transport="flat") as state,
-    ):
+def test_forward_without_gradients_gathers_once(world: World):
+    model, tokens = tiny_gpt(), tiny_tokens(world.rank)
+    with counted(world, model, None) as (state, wire):
         wire.clear()
         with torch.no_grad():
             model(tokens)
         padded = sum(unit.layout.padded_numel for unit in state.plan.units)
-        parallel_assert(comm, wire.calls == {"all_gather": 3}, str(wire.calls))
-        expected = 4 * padded * (comm.size - 1) // comm.size
-        parallel_assert(comm, wire.nbytes["all_gather"] == expected, str(wire.nbytes))
+        world.check(wire.calls == {"all_gather": 3}, wire.calls)
+        expected = 4 * padded * (world.size - 1) // world.size
+        world.check(wire.nbytes["all_gather"] == expected, wire.nbytes)
 
 
-def test_parameters_kept_whole_between_micro_batches_are_gathered_once(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_parameters_kept_whole_between_micro_batches_are_gathered_once(world: World):
     """As a pipeline stage needs it; values and gradients are those of parameters that come and go."""
 
     def trained(state: Sharding, wire: Wire, kept: Any, optimizer: torch.optim.Optimizer) -> int:
@@ -370,46 +317,37 @@ def test_parameters_kept_whole_between_micro_batches_are_gathered_once(
             wire.clear()
             with kept():
                 for micro in range(3):
-                    model(tiny_tokens(comm.rank + 10 * micro + 100 * step)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                    model(tiny_tokens(world.rank + 10 * micro + 100 * step)).sum().backward()
+            update(optimizer)
         whole = any(unit.whole.state is UnitState.WHOLE for unit in state.units)
-        parallel_assert(comm, not whole, "nothing stays whole after a step")
+        world.check(not whole, "nothing stays whole after a step")
         return wire.calls["all_gather"]
 
     calls, values = [], []
     for keeps in (False, True):
         model = tiny_gpt()
         optimizer = adamw(model)
-        with (
-            counted(topology) as (counting, wire),
-            zeroified(model, optimizer, stage=3, topology=counting, transport="flat") as state,
-        ):
+        with counted(world, model, optimizer) as (state, wire):
             assert state.schedule is not None
             kept = state.schedule.residence.keep_whole if keeps else nullcontext
             calls.append(trained(state, wire, kept, optimizer))
             values.append([unit.gather_values() for unit in state.units])
     units = len(values[0])
-    parallel_assert(comm, calls[1] == units < calls[0], f"{calls} for {units} units")
-    same = all(torch.equal(a, b) for a, b in zip(*values, strict=True))
-    parallel_assert(comm, same, "other bits")
+    world.check(calls[1] == units < calls[0], f"{calls} for {units} units")
+    world.check(same(*values), "other bits")
 
 
-def test_a_step_inside_gives_back_what_was_kept_whole(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_a_step_inside_gives_back_what_was_kept_whole(world: World):
     model, plain = tiny_gpt(), tiny_gpt()
     optimizer, reference = sgd(model), sgd(plain)
-    with zeroified(model, optimizer, stage=3, topology=topology, transport="flat") as state:
+    with world.zeroified(model, optimizer, stage=3, transport="flat") as state:
         assert state.schedule is not None
         with state.schedule.residence.keep_whole():
             for step in range(3):
-                model(tiny_tokens(comm.rank + 10 * step)).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                model(tiny_tokens(world.rank + 10 * step)).mean().backward()
+                update(optimizer)
         for step in range(3):
-            for rank in range(comm.size):
-                (plain(tiny_tokens(rank + 10 * step)).mean() / comm.size).backward()
-            reference.step()
-            reference.zero_grad()
-        check_weights(comm, model, plain, within=1e-4)
+            for rank in range(world.size):
+                (plain(tiny_tokens(rank + 10 * step)).mean() / world.size).backward()
+            update(reference)
+        world.check_weights(model, plain, within=1e-4)

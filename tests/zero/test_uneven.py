@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from torch import nn
 
 import hpczero
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-    from torch import nn
-
-    from hpczero import Topology
-    from hpczero.zero.sharding import Sharding
+from hpczero import Sharding
+from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, update
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(3, 4, 5)]
 
@@ -25,9 +20,10 @@ OPERATIONS = ("all_gather", "reduce_scatter")
 
 
 @pytest.fixture
-def uneven(comm: MPI.Intracomm) -> Iterator[Topology]:
+def world(comm) -> Iterator[World]:
+    """On nodes with different numbers of ranks."""
     topology = hpczero.Topology.create(comm, NODES[comm.size])
-    yield topology
+    yield World(comm, topology)
     topology.free()
 
 
@@ -40,26 +36,23 @@ def trained(sharding: Sharding, model: Any, optimizer: Any, steps: int = 3) -> l
         loss.backward()
         found.append(loss.detach().numpy().tobytes())
         hpczero.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     state = hpczero.full_state_dict(model) or {}
     return found + [value.numpy().tobytes() for value in state.values()]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_transport_trains_to_the_bits_of_flat(
-    comm: MPI.Intracomm, uneven: Topology, stage: int, precision: str
-) -> None:
+def test_every_transport_trains_to_the_bits_of_flat(world: World, stage, precision):
     found = {}
     for transport in ("flat", "hierarchical", "window", "auto"):
         model = tiny_gpt()
         optimizer = adamw(model)
-        options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": uneven}
-        with zeroified(model, optimizer, transport=transport, **options) as sharding:
+        options = {"transport": transport, "stage": stage, "precision": precision}
+        with world.zeroified(model, optimizer, **options) as sharding:
             found[transport] = trained(sharding, model, optimizer)
     odd = [name for name, bits in found.items() if bits != found["flat"]]
-    parallel_assert(comm, not odd, f"{odd} differ from flat")
+    world.check(not odd, f"{odd} differ from flat")
 
 
 def settle(model: nn.Module, stage: int) -> None:
@@ -73,50 +66,47 @@ def settle(model: nn.Module, stage: int) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_sent_and_messages_between_nodes_are_the_plan(
-    comm: MPI.Intracomm, uneven: Topology, stage: int, precision: str, transport: str
-) -> None:
+    world: World, stage, precision, transport
+):
     model = tiny_gpt()
     optimizer = adamw(model)
-    options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": uneven}
-    with zeroified(model, optimizer, transport=transport, **options) as sharding:
+    options = {"transport": transport, "stage": stage, "precision": precision}
+    with world.zeroified(model, optimizer, **options) as sharding:
         trained(sharding, model, optimizer, steps=1)
         between: Any = sharding.collectives
         settle(model, stage)
         before = sum(between._rails.messages)
         between.stats.reset()
-        tokens = tiny_tokens(comm.rank)
+        tokens = tiny_tokens(world.rank)
         model(tokens, tokens).backward()
         optimizer.step()
         settle(model, stage)
         footprint = between.footprint
         plan = sharding.plan.traffic(footprint=footprint)
         stats, said = between.stats, f"{between.stats}, planned {plan}"
-        parallel_assert(comm, stats.calls["all_gather"] == plan.all_gathers, said)
-        parallel_assert(comm, stats.sent_nbytes["all_gather"] == plan.all_gather_nbytes, said)
-        parallel_assert(
-            comm, stats.sent_nbytes["reduce_scatter"] == plan.reduce_scatter_nbytes, said
-        )
+        world.check(stats.calls["all_gather"] == plan.all_gathers, said)
+        world.check(stats.sent_nbytes["all_gather"] == plan.all_gather_nbytes, said)
+        world.check(stats.sent_nbytes["reduce_scatter"] == plan.reduce_scatter_nbytes, said)
         sent = sum(between._rails.messages) - before
-        parallel_assert(comm, sent == plan.messages, f"{sent} messages; {said}")
+        world.check(sent == plan.messages, f"{sent} messages; {said}")
         if transport == "window" and stage == 2 and precision == "fp32":
             # By hand: over the network goes what a node lacks, once in each direction; nothing else is sent.
             shards = sum(unit.layout.shard_numel for unit in sharding.plan.units)
-            nodes, mine = uneven.num_nodes, uneven.world.local_size
-            expected = 4 * shards * ((nodes - 1) * mine + comm.size - mine)
-            sum_of_node = uneven.world.node.allreduce(sum(stats.sent_nbytes[o] for o in OPERATIONS))
-            parallel_assert(comm, sum_of_node == expected, f"{sum_of_node}, {expected}")
+            nodes, mine = world.topology.num_nodes, world.topology.world.local_size
+            expected = 4 * shards * ((nodes - 1) * mine + world.size - mine)
+            mine = sum(stats.sent_nbytes[o] for o in OPERATIONS)
+            found = world.topology.world.node.allreduce(mine)
+            world.check(found == expected, f"{found}, {expected}")
 
 
 @pytest.mark.parametrize("transport", ["hierarchical", "window"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_held_are_the_plan(
-    comm: MPI.Intracomm, uneven: Topology, stage: int, precision: str, transport: str
-) -> None:
+def test_bytes_held_are_the_plan(world: World, stage, precision, transport):
     model = tiny_gpt(vocab_size=512, context=64, layers=4, hidden=64, heads=4)
-    optimizer, tokens = adamw(model), tiny_tokens(comm.rank)
-    options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": uneven}
-    with zeroified(model, optimizer, transport=transport, **options) as sharding:
+    optimizer, tokens = adamw(model), tiny_tokens(world.rank)
+    options = {"transport": transport, "stage": stage, "precision": precision}
+    with world.zeroified(model, optimizer, **options) as sharding:
         for _ in range(3):
             sharding.memory.reset_peak()
             optimizer.zero_grad()
@@ -124,20 +114,12 @@ def test_bytes_held_are_the_plan(
             optimizer.step()
         plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
         held, peak = sharding.memory.current, sharding.memory.peak.get("unsharded", 0)
-        exact = {
-            "parameters": plan.parameters,
-            "master": plan.master,
-            "gradients": plan.gradients,
-        }
-        wrong = {
-            name: (held.get(name, 0), nbytes)
-            for name, nbytes in exact.items()
-            if held.get(name, 0) != nbytes
-        }
-        parallel_assert(comm, not wrong, f"held and planned: {wrong}")
+        kinds = ("parameters", "master", "gradients")
+        pairs = {kind: (held.get(kind, 0), getattr(plan, kind)) for kind in kinds}
+        world.check(all(a == b for a, b in pairs.values()), f"held and planned: {pairs}")
         exchange, said = held.get("exchange", 0), f"{dict(held)}, planned {plan}"
         if transport == "hierarchical":
-            parallel_assert(comm, exchange == plan.exchange, said)
+            world.check(exchange == plan.exchange, said)
         else:  # places begin at pages
-            parallel_assert(comm, 0 <= exchange - plan.exchange <= 0.03 * plan.exchange, said)
-        parallel_assert(comm, peak <= 1.03 * plan.unsharded, f"peak {peak}, planned {plan}")
+            world.check(0 <= exchange - plan.exchange <= 0.03 * plan.exchange, said)
+        world.check(peak <= 1.03 * plan.unsharded, f"peak {peak}, planned {plan}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,20 +12,10 @@ from torch import nn
 import hpczero
 from hpczero.errors import ConfigError, PlanError
 from hpczero.plan.rules import whole_model
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, Refusal, adamw, raises_on_all, tiny_gpt, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import MLP, adamw, squares, update
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
-
-
-@pytest.fixture
-def refused(comm: MPI.Intracomm, topology: Topology) -> Refusal:
-    return Refusal(comm, topology)
 
 
 @pytest.fixture
@@ -36,67 +25,54 @@ def model() -> MLP:
 
 # --- options
 
-
-def test_stage_7(refused: Refusal, model: MLP) -> None:
-    refused(ConfigError, "stage: got 7, expected 0", model, adamw(model), stage=7)
+DIFFERS = r"rank\(s\) \[1\] built another model, optimizer, stage or precision than rank 0.*What differs: .*"
 
 
-def test_unknown_precision(refused: Refusal, model: MLP) -> None:
-    said = "precision: got 'fp8', expected one of fp32, bf16, fp16"
-    refused(ConfigError, said, model, adamw(model), precision="fp8")
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"stage": 7}, ConfigError, "stage: got 7, expected 0"),
+        (
+            {"precision": "fp8"},
+            ConfigError,
+            "precision: got 'fp8', expected one of fp32, bf16, fp16",
+        ),
+        ({"offload": "disk"}, PlanError, r"offload: got .*Offload\('host'\)"),
+        ({"offload": {"optimizer": "disk"}}, PlanError, r"offload: got .*Offload\('host'\)"),
+        ({"offload": {}}, PlanError, r"offload: got .*Offload\('host'\)"),
+        ({"rule": lambda model: [("blocks.9",)]}, PlanError, r"names module 'blocks\.9'"),
+    ],
+)
+def test_option_that_is_wrong(world: World, model, options, kind, said):
+    world.refuses(kind, said, model, adamw(model), **options)
 
 
-@pytest.mark.parametrize("offload", ["disk", {"optimizer": "disk"}, {}])
-def test_offload_that_is_none(refused: Refusal, model: MLP, offload: Any) -> None:
-    refused(PlanError, r"offload: got .*Offload\('host'\)", model, adamw(model), offload=offload)
+@pytest.mark.parametrize(
+    ("option", "kind", "said"),
+    [
+        ({"stage": 7}, ConfigError, r"on rank\(s\) 1, could not plan the model: stage: got 7"),
+        ({"stage": 2}, PlanError, f"{DIFFERS}the stage"),
+        ({"precision": "bf16"}, PlanError, f"{DIFFERS}the precision"),
+        ({"rule": whole_model}, PlanError, f"{DIFFERS}the units that a rule makes"),
+    ],
+)
+def test_option_of_one_rank(world: World, model, option, kind, said):
+    world.refuses(kind, said, model, adamw(model), **(option if world.rank == 1 else {}))
 
 
-def test_option_that_is_wrong_on_one_rank(refused: Refusal, model: MLP) -> None:
-    stage = 7 if refused.comm.rank == 1 else 3
-    said = r"on rank\(s\) 1, could not plan the model: stage: got 7"
-    refused(ConfigError, said, model, adamw(model), stage=stage)
-
-
-@pytest.mark.parametrize("option", [{"stage": 2}, {"precision": "bf16"}, {"rule": whole_model}])
-def test_option_that_differs_by_rank(refused: Refusal, model: MLP, option: dict[str, Any]) -> None:
-    options: dict[str, Any] = option if refused.comm.rank == 1 else {}
-    what = {
-        "stage": "the stage",
-        "precision": "the precision",
-        "rule": "the units that a rule makes",
-    }
-    said = r"rank\(s\) \[1\] built another model, optimizer, stage or precision than rank 0"
-    said += f".*What differs: .*{what[next(iter(option))]}"
-    refused(PlanError, said, model, adamw(model), **options)
-
-
-def test_optimizer_that_differs_by_rank_is_what_differs(refused: Refusal, model: MLP) -> None:
-    kind = torch.optim.SGD if refused.comm.rank == 1 else torch.optim.RMSprop
-    said = "What differs: the optimizer or its groups. Every rank must build the same"
-    refused(PlanError, said, model, kind(model.parameters(), lr=0.1))
-
-
-def test_transport_over_another_topology(refused: Refusal, model: MLP) -> None:
-    other = hpczero.Topology.create(refused.comm)
+def test_transport_over_another_topology(world: World, model):
+    other = hpczero.Topology.create(world.comm)
     transport = hpczero.Flat(other)
-    refused(PlanError, "another topology", model, adamw(model), transport=transport)
+    world.refuses(PlanError, "another topology", model, adamw(model), transport=transport)
     transport.close()
     other.free()
 
 
-def test_transport_that_rounds_elsewhere_than_the_precision(
-    refused: Refusal, model: MLP, topology: Topology
-) -> None:
-    transport = hpczero.Flat(topology, node_dtype=torch.bfloat16)
+def test_transport_that_rounds_elsewhere_than_the_precision(world: World, model):
+    transport = hpczero.Flat(world.topology, node_dtype=torch.bfloat16)
     said = "round each node's sum to torch.bfloat16, but precision.reduce is 'fp32'"
-    refused(PlanError, said, model, adamw(model), transport=transport, topology=topology)
+    world.refuses(PlanError, said, model, adamw(model), transport=transport)
     transport.close()
-
-
-def test_rule_that_names_an_unknown_module(refused: Refusal) -> None:
-    model = tiny_gpt()
-    options: dict[str, Any] = {"rule": lambda model: [("blocks.9",)]}
-    refused(PlanError, r"names module 'blocks\.9'", model, adamw(model), **options)
 
 
 # --- optimizers
@@ -119,135 +95,106 @@ class Elementwise(HomeMade):
     hpczero_elementwise = True
 
 
-def matrices(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.dim() == 2]
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam, HomeMade])
+def test_optimizer_that_is_not_elementwise(world: World, kind):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    said = f"optimizer {kind.__name__} .*AdamW"
+    world.refuses(PlanError, said, model, kind(model.parameters()))
 
 
-def only_matrices() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4, bias=False))
+def test_home_made_optimizer_that_says_it_is_elementwise_is_taken(world: World, model):
+    optimizer, plain = Elementwise(model.parameters()), copy.deepcopy(model)
+    reference = Elementwise(plain.parameters())
+    with world.zeroified(model, optimizer, stage=3):
+        world.backward(model, plain, squares)
+        update(optimizer, reference)
+        world.check_weights(model, plain, within=1e-6)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
-    "SparseAdam": lambda model: torch.optim.SparseAdam(model.parameters()),
-    "HomeMade": lambda model: HomeMade(model.parameters()),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_that_is_not_elementwise(refused: Refusal, name: str) -> None:
-    model = only_matrices()
-    refused(PlanError, f"optimizer {name} .*AdamW", model, OPTIMIZERS[name](model))
-
-
-def test_home_made_optimizer_that_says_it_is_elementwise_is_taken(
-    comm: MPI.Intracomm, topology: Topology, model: MLP
-) -> None:
-    optimizer, x = Elementwise(model.parameters()), torch.ones(2, 7)
-    plain = copy.deepcopy(model)
-    plain_optimizer = Elementwise(plain.parameters())
-    plain(x).sum().backward()
-    plain_optimizer.step()
-    with zeroified(model, optimizer, stage=3, topology=topology):
-        model(x).sum().backward()
-        optimizer.step()
-        with hpczero.gathered(model):
-            pairs = zip(model.parameters(), plain.parameters(), strict=True)
-            close = all(torch.allclose(a, b, rtol=1e-6) for a, b in pairs)
-        parallel_assert(comm, close)
-
-
-def test_optimizer_built_from_another_model(refused: Refusal, model: MLP) -> None:
+def test_optimizer_built_from_another_model(world: World, model):
     said = r"optimizer holds 6 tensor\(s\) that are not parameters of this model"
-    refused(PlanError, said, model, adamw(copy.deepcopy(model)))
+    world.refuses(PlanError, said, model, adamw(copy.deepcopy(model)))
 
 
-def test_optimizer_that_misses_a_trainable_parameter(refused: Refusal, model: MLP) -> None:
-    optimizer = torch.optim.SGD(model.layers[0].parameters())
+def test_optimizer_that_misses_a_trainable_parameter(world: World, model):
     said = r"4 trainable parameter\(s\) are in no optimizer group, first 'layers\.1\.0\.weight'"
-    refused(PlanError, said, model, optimizer)
+    world.refuses(PlanError, said, model, torch.optim.SGD(model.layers[0].parameters()))
 
 
-def test_optimizer_that_has_stepped(refused: Refusal, model: MLP) -> None:
+def test_optimizer_that_has_stepped(world: World, model):
     optimizer = adamw(model)
     model(torch.ones(1, 7)).sum().backward()
     optimizer.step()
-    refused(PlanError, "AdamW has taken steps already", model, optimizer)
+    world.refuses(PlanError, "AdamW has taken steps already", model, optimizer)
 
 
-def test_optimizer_groups_that_differ_by_rank(refused: Refusal, model: MLP) -> None:
+def other_groups(model: nn.Module, *, odd: bool) -> torch.optim.Optimizer:
     first, *others = model.parameters()
-    cut = others if refused.comm.rank == 1 else [first, *others]
-    rest = [first] if refused.comm.rank == 1 else []
-    groups: list[dict[str, Any]] = [{"params": rest}, {"params": cut}]
-    said = r"rank\(s\) \[1\] built another model, optimizer"
-    refused(PlanError, said, model, torch.optim.SGD(groups, lr=0.1))
+    groups = [[first], others] if odd else [[], [first, *others]]
+    return torch.optim.SGD([{"params": params} for params in groups], lr=0.1)
 
 
-def test_learning_rate_that_differs_by_rank(refused: Refusal, model: MLP) -> None:
-    lr = 0.1 if refused.comm.rank == 1 else 0.2
-    refused(PlanError, r"rank\(s\) \[1\] built another", model, adamw(model, lr=lr))
+GROUPS = r"the optimizer or its groups\. Every rank must build the same"
 
 
-def test_optimizer_class_that_differs_by_rank(refused: Refusal, model: MLP) -> None:
-    kind: Any = torch.optim.Adam if refused.comm.rank == 1 else torch.optim.AdamW
-    optimizer = kind(model.parameters(), weight_decay=0.0)
-    refused(PlanError, r"rank\(s\) \[1\] built another", model, optimizer)
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda m, odd: (torch.optim.SGD if odd else torch.optim.RMSprop)(m.parameters()), GROUPS),
+        (lambda m, odd: (torch.optim.Adam if odd else torch.optim.AdamW)(m.parameters()), GROUPS),
+        (lambda m, odd: adamw(m, lr=0.1 if odd else 0.2), GROUPS),
+        (lambda m, odd: other_groups(m, odd=odd), "parameters, their order"),
+    ],
+    ids=["of another kind", "decays otherwise", "learns faster", "in other groups"],
+)
+def test_optimizer_that_differs_by_rank(world: World, model, make, what):
+    world.refuses(PlanError, f"{DIFFERS}{what}", model, make(model, world.rank == 1))
 
 
-def test_inference_without_an_optimizer_freezes_everything(
-    comm: MPI.Intracomm, topology: Topology, model: MLP
-) -> None:
+def test_inference_without_an_optimizer_freezes_everything(world: World, model):
     expected = MLP()(torch.ones(2, 7))
-    with zeroified(model, None, stage=3, topology=topology) as sharding:
+    with world.zeroified(model, None, stage=3) as sharding:
         found = model(torch.ones(2, 7))
-        parallel_assert(comm, torch.equal(found, expected) and not found.requires_grad)
-        parallel_assert(comm, not sharding.plan.trainable_units)
+        world.check(torch.equal(found, expected) and not found.requires_grad)
+        world.check(not sharding.plan.trainable_units)
 
 
 # --- calls
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_second_zeroify(refused: Refusal, model: MLP, stage: int) -> None:
-    with zeroified(model, adamw(model), stage=stage, topology=refused.topology):
-        said = "module 'model' was zeroified already"
-        again = torch.optim.SGD(model.parameters())
-        call = lambda: hpczero.zeroify(model, again, topology=refused.topology)  # noqa: E731
-        raises_on_all(refused.comm, PlanError, said, call)
-        outer = nn.Sequential(model)
-        again = torch.optim.SGD(outer.parameters())
-        call = lambda: hpczero.zeroify(outer, again, topology=refused.topology)  # noqa: E731
-        raises_on_all(refused.comm, PlanError, "module '0' was zeroified already", call)
+def test_second_zeroify(world: World, model, stage):
+    with world.zeroified(model, adamw(model), stage=stage):
+        for again, name in ((model, "model"), (nn.Sequential(model), "0")):
+            call = lambda again=again: hpczero.zeroify(again, adamw(again), topology=world.topology)  # noqa: E731
+            world.raises(PlanError, f"module '{name}' was zeroified already", call)
 
 
-def test_zeroify_in_inference_mode(refused: Refusal, model: MLP) -> None:
+def test_zeroify_in_inference_mode(world: World, model):
     optimizer = adamw(model)
     with torch.inference_mode():
         said = r"zeroify was called inside torch\.inference_mode\(\), expected outside"
-        refused(PlanError, said, model, optimizer)
+        world.refuses(PlanError, said, model, optimizer)
 
 
 @pytest.mark.parametrize("what", ["layers.1.0.bias", "table"])
-def test_model_made_in_inference_mode(refused: Refusal, model: MLP, what: str) -> None:
-    owner = model.get_submodule(what.rpartition(".")[0])
+def test_model_made_in_inference_mode(world: World, model, what):
     with torch.inference_mode():
         if what == "table":
-            owner.register_buffer(what, torch.zeros(15))
+            model.register_buffer(what, torch.zeros(15))
         else:
-            owner.bias = nn.Parameter(torch.zeros(15))
-    optimizer = adamw(model)
-    refused(PlanError, f"'{what}' was made inside torch.inference_mode", model, optimizer)
+            model.layers[1][0].bias = nn.Parameter(torch.zeros(15))
+    world.refuses(PlanError, f"'{what}' was made inside torch.inference_mode", model, adamw(model))
 
 
-def test_zeroify_again_after_release(comm: MPI.Intracomm, topology: Topology, model: MLP) -> None:
-    with zeroified(model, adamw(model), stage=2, topology=topology):
+def test_zeroify_again_after_release(world: World, model):
+    with world.zeroified(model, adamw(model), stage=2):
         pass
-    with zeroified(model, adamw(model), stage=2, topology=topology) as sharding:
+    with world.zeroified(model, adamw(model), stage=2) as sharding:
         model(torch.ones(1, 7)).sum().backward()
-        parallel_assert(comm, sharding.units[0].gradients.present)
+        world.check(sharding.units[0].gradients.present)
 
 
-def test_call_on_a_model_that_was_not_zeroified(comm: MPI.Intracomm, model: MLP) -> None:
+def test_call_on_a_model_that_was_not_zeroified(model):
     with pytest.raises(PlanError, match="MLP was not zeroified"):
         hpczero.clip_grad_norm_(model, 1.0)

@@ -1,0 +1,107 @@
+"""World: the ranks of a test with a topology over them, and what they do and judge together.
+
+Must not know: what any test looks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.errors import HpcZeroError
+from tests.helpers import small_models
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import Loss
+
+if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+
+class World:
+    """All ranks of the run, which enter a test together. Every method is collective."""
+
+    def __init__(self, comm: MPI.Intracomm, topology: Topology) -> None:
+        self.comm, self.topology = comm, topology
+        self.rank, self.size = comm.rank, comm.size
+        self.own = range(self.rank, self.rank + 1)  # this rank alone, for loops over ranks
+
+    def check(self, condition: object, message: object = "") -> None:
+        """Fail on every rank if ``condition`` is false on any."""
+        __tracebackhide__ = True
+        parallel_assert(self.comm, condition, str(message))
+
+    def raises(self, kind: type[Exception], pattern: str, call: Callable[[], object]) -> str:
+        """``call`` raises ``kind`` with a message like ``pattern`` on every rank, agreed; returns this rank's."""
+        __tracebackhide__ = True
+        return small_models.raises_on_all(self.comm, kind, pattern, call)
+
+    def zeroified(
+        self, model: nn.Module, optimizer: Any, **options: Any
+    ) -> AbstractContextManager[hpczero.Sharding]:
+        """``model`` is sharded over this topology inside, and released afterwards."""
+        return small_models.zeroified(model, optimizer, **{"topology": self.topology, **options})
+
+    @contextmanager
+    def mlp(
+        self, make: Callable[[nn.Module], Any], **options: Any
+    ) -> Iterator[tuple[small_models.MLP, Any]]:
+        """An ``MLP`` with the optimizer that ``make`` makes, sharded inside."""
+        model = small_models.MLP()
+        optimizer = make(model)
+        with self.zeroified(model, optimizer, **options):
+            yield model, optimizer
+
+    def refuses(
+        self,
+        kind: type[HpcZeroError],
+        pattern: str,
+        model: nn.Module,
+        optimizer: Any,
+        **options: Any,
+    ) -> None:
+        """``zeroify`` refuses it on all ranks, and leaves model and optimizer as they were."""
+        __tracebackhide__ = True
+        before = _identity(model, optimizer)
+        options = {"topology": self.topology, **options}
+        self.raises(kind, pattern, lambda: hpczero.zeroify(model, optimizer, **options))
+        same = _identity(model, optimizer) == before
+        self.check(same, "the model or the optimizer was changed")
+
+    def backward(self, model: nn.Module, plain: nn.Module, loss: Loss) -> None:
+        """Of the mean over all ranks: in shards of this rank's ``loss``, in plain torch of everybody's."""
+        loss(model, self.rank).backward()
+        for rank in range(self.size):
+            (loss(plain, rank) / self.size).backward()
+
+    def check_weights(self, model: nn.Module, plain: nn.Module, *, within: float) -> None:
+        """The parameters are those of ``plain``, which was trained in one process."""
+        __tracebackhide__ = True
+        small_models.check_weights(self.comm, model, plain, within=within)
+
+    def check_trains(
+        self, model: nn.Module, optimizer: Any, plain: nn.Module | None = None
+    ) -> None:
+        """After whatever happened, a step equals one of a plain copy."""
+        __tracebackhide__ = True
+        small_models.check_trains(self.comm, model, optimizer, plain)
+
+    def check_state(
+        self, found: dict[str, Tensor] | None, expected: dict[str, Tensor] | None
+    ) -> None:
+        """Two ``full_state_dict``, which are on rank 0, are equal in every bit."""
+        __tracebackhide__ = True
+        self.check(small_models.same_state(found, expected), "other bits")
+
+
+def _identity(model: nn.Module, optimizer: Any) -> list[Any]:
+    """Which objects and which memory they consist of, and how many hooks they carry."""
+    parameters = [(name, id(p), p.data_ptr()) for name, p in model.named_parameters()]
+    stepped = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    return [parameters, stepped, hooks]
