@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import hpczero
 from hpczero.optim import AdamW8bit, Muon, Shampoo
+from tests.helpers.small_models import update
 
 if TYPE_CHECKING:
     from hpczero import Topology
@@ -86,10 +87,9 @@ class Lamb(Optimizer):
                     if not state:
                         state["seen"], state["mean"] = 0, torch.zeros_like(p)
                     state["seen"] += 1
-                    update = state["mean"].mul_(0.9).add_(p.grad, alpha=0.1) / (
-                        1 - 0.9 ** state["seen"]
-                    )
-                    p.sub_(update * (group["lr"] * p.norm() / (update.norm() + 1e-12)))
+                    mean = state["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
+                    change = mean / (1 - 0.9 ** state["seen"])
+                    p.sub_(change * (group["lr"] * p.norm() / (change.norm() + 1e-12)))
 
 
 Make = Callable[[nn.Module], tuple[Optimizer, ...]]
@@ -169,9 +169,7 @@ class Training:
             rank = 0 if self.topology is None else self.topology.rank
             mine = tokens(self.step)[rank * share :][:share]
             loss_of(self.model, mine, self.step).backward()
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            update(*self.optimizers)
             self.step += 1
 
     def train_as(self, size: int, steps: int = STEPS) -> None:
@@ -181,9 +179,7 @@ class Training:
             for rank in range(size):
                 mine = tokens(self.step)[rank * share :][:share]
                 (loss_of(self.model, mine, self.step) / size).backward()
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            update(*self.optimizers)
             self.step += 1
 
     def close(self) -> None:
@@ -195,10 +191,7 @@ class Training:
 def torchs_iteration_in_fp32() -> Iterator[None]:
     """Context: torch.optim.Muon orthogonalises what it is given instead of its bf16 roundings."""
 
-    def own(tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    with mock.patch.object(Tensor, "bfloat16", own):
+    with mock.patch.object(Tensor, "bfloat16", lambda tensor: tensor.clone()):
         yield
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +16,9 @@ from hpczero.optim.adamw8bit import Signed, Unsigned
 from hpczero.plan.memory import STATE_BYTES
 from hpczero.zero.update.coded import CodedState
 from tests.checkpoint.programs import first_ranks, state_digests
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, zeroified
+from tests.helpers.small_models import MLP, update, zeroified
+from tests.helpers.world import World
 from tests.optim.rules import Training, adamw8bit, same_bits, trained
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 BLOCK = 64
 
@@ -37,7 +33,7 @@ def numbers(count: int = 40 * BLOCK) -> Tensor:
 
 
 @pytest.mark.parametrize("codec", [Signed, Unsigned])
-def test_what_was_decoded_is_encoded_as_it_was(codec: type[Signed] | type[Unsigned]) -> None:
+def test_what_was_decoded_is_encoded_as_it_was(codec):
     values = numbers() if codec is Signed else numbers().square()
     codes, scales = codec.encode(values)
     decoded = codec.decode(codes, scales)
@@ -54,7 +50,7 @@ def test_what_was_decoded_is_encoded_as_it_was(codec: type[Signed] | type[Unsign
     assert (error <= 1.001 * step).all()
 
 
-def test_a_second_moment_above_zero_stays_above_it() -> None:
+def test_a_second_moment_above_zero_stays_above_it():
     values = torch.full((BLOCK,), 1e-20)
     values[0], values[1] = 1.0, 0.0
     codes, scales = Unsigned.encode(values)
@@ -63,7 +59,7 @@ def test_a_second_moment_above_zero_stays_above_it() -> None:
     assert found[1] == 0
 
 
-def test_an_overflow_stays_in_its_element() -> None:
+def test_an_overflow_stays_in_its_element():
     values = torch.ones(BLOCK)
     values[5] = torch.inf
     found = Unsigned.decode(*Unsigned.encode(values))
@@ -105,9 +101,7 @@ def two_groups(model: nn.Module) -> AdamW8bit:
 
 @pytest.mark.mpi
 @pytest.mark.ranks(4)
-def test_one_to_four_ranks_have_the_same_bits_from_given_gradients(
-    comm: MPI.Intracomm, folder: Path
-) -> None:
+def test_one_to_four_ranks_have_the_same_bits_from_given_gradients(comm, folder):
     for n in (1, 2, 3, 4):
         with first_ranks(comm, n) as topology:
             if topology is not None:
@@ -116,8 +110,7 @@ def test_one_to_four_ranks_have_the_same_bits_from_given_gradients(
                 with zeroified(model, optimizer, stage=(0, 3, 2, 1)[n - 1], topology=topology):
                     for step in range(5):
                         model(step).backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
+                        update(optimizer)
                     hpczero.checkpoint.save(folder / str(n), model, optimizer, step=5)
     if comm.rank == 0:
         paths = [folder / str(n) / "step-000000005" for n in (1, 2, 3, 4)]
@@ -129,9 +122,7 @@ def test_one_to_four_ranks_have_the_same_bits_from_given_gradients(
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1)
-def test_codes_are_those_of_adamw_written_down_in_fp64(
-    comm: MPI.Intracomm, topology: hpczero.Topology
-) -> None:
+def test_codes_are_those_of_adamw_written_down_in_fp64(world: World):
     model = Given()
     parameters = [*model.parameters()]
     sizes = [p.numel() for p in parameters]
@@ -139,11 +130,10 @@ def test_codes_are_those_of_adamw_written_down_in_fp64(
     padded = -(-len(p) // BLOCK) * BLOCK
     m, v = np.zeros(padded), np.zeros(padded)
     optimizer = AdamW8bit(model.parameters(), lr=0.01, weight_decay=0.1)
-    with zeroified(model, optimizer, topology=topology, stage=3):
+    with world.zeroified(model, optimizer, stage=3):
         for step in range(4):
             model(step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             gradients = [given(q, 100 * step + i).numpy() for i, q in enumerate(parameters)]
             g = np.pad(np.concatenate([x.ravel() for x in gradients]), (0, padded - len(p)))
             m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
@@ -164,20 +154,17 @@ def test_codes_are_those_of_adamw_written_down_in_fp64(
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
-def test_maximizing_is_minimizing_with_the_other_sign(
-    comm: MPI.Intracomm, topology: hpczero.Topology
-) -> None:
+def test_maximizing_is_minimizing_with_the_other_sign(world: World):
     found = []
     for sign, maximize in ((-1.0, False), (1.0, True)):
         model = Given()
         optimizer = AdamW8bit(model.parameters(), lr=0.01, maximize=maximize)
-        with zeroified(model, optimizer, topology=topology, stage=1):
+        with world.zeroified(model, optimizer, stage=1):
             for step in range(3):
                 (sign * model(step)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
             found.append(hpczero.full_state_dict(model))
-    parallel_assert(comm, same_bits(found), "maximize is not the other sign")
+    world.check(same_bits(found), "maximize is not the other sign")
 
 
 def coded(values: np.ndarray, levels: int, power: int) -> np.ndarray:
@@ -191,39 +178,36 @@ def coded(values: np.ndarray, levels: int, power: int) -> np.ndarray:
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3)
-def test_stages_and_transports_have_the_same_bits_and_what_the_plan_foretells(
-    comm: MPI.Intracomm, topology: hpczero.Topology
-) -> None:
+def test_stages_and_transports_have_the_same_bits_and_what_the_plan_foretells(world: World):
     found = []
     for stage, transport in ((0, "auto"), (1, "flat"), (2, "auto"), (3, "auto"), (3, "flat")):
-        ours = Training(adamw8bit, topology, stage=stage, transport=transport)
+        ours = Training(adamw8bit, world.topology, stage=stage, transport=transport)
         ours.train()
         found.append(hpczero.full_state_dict(ours.model))
         sharding = hpczero.sharding(ours.model)
         expected = sharding.plan.memory(optimizer_bytes=STATE_BYTES["adamw8bit"]).optimizer
         held = sharding.optimizer_nbytes()
-        parallel_assert(comm, held == expected, f"stage {stage} holds {held}, expected {expected}")
+        world.check(held == expected, f"stage {stage} holds {held}, expected {expected}")
         ours.close()
-    parallel_assert(comm, same_bits(found), "stages and transports differ")
+    world.check(same_bits(found), "stages and transports differ")
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_losses_stay_near_those_of_adamw(comm: MPI.Intracomm, topology: hpczero.Topology) -> None:
+def test_losses_stay_near_those_of_adamw(world: World):
     losses: list[list[float]] = []
     for kind in (torch.optim.AdamW, AdamW8bit):
         model = MLP((7, 31, 3))
         optimizer = kind(trained(model), lr=1e-2)
-        generator = torch.Generator().manual_seed(6 + comm.rank)
-        with zeroified(model, optimizer, topology=topology):
+        generator = torch.Generator().manual_seed(6 + world.rank)
+        with world.zeroified(model, optimizer):
             losses.append([])
             for _ in range(60):
                 x = torch.randn(16, 7, generator=generator)
                 loss = (model(x) - x[:, :3].sin()).square().mean()
                 loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses[-1].append(sum(topology.gather(loss.item())) / comm.size)
+                update(optimizer)
+                losses[-1].append(sum(world.topology.gather(loss.item())) / world.size)
     start, *_ = losses[0]
     ends = [sum(each[-10:]) / 10 for each in losses]
     assert ends[0] < start / 3, "it learned"

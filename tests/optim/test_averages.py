@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,9 @@ import hpczero
 from hpczero.errors import CheckpointMismatch, PlanError, StepError
 from hpczero.optim import EMA, SWA
 from tests.checkpoint.programs import first_ranks, state_digests
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import distance, raises_on_all, zeroified
+from tests.helpers.small_models import distance, same, update
+from tests.helpers.world import World
 from tests.optim.rules import Training, Zoo, trained
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 pytestmark = pytest.mark.mpi
 
@@ -41,45 +37,40 @@ def adamw(model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", AVERAGES)
-def test_the_average_is_torchs_and_the_weights_come_back(
-    comm: MPI.Intracomm, topology: hpczero.Topology, name: str, stage: int
-) -> None:
-    ours, plain = Training(adamw, topology, stage=stage), Training(adamw, None)
+def test_the_average_is_torchs_and_the_weights_come_back(world: World, name, stage):
+    ours, plain = Training(adamw, world.topology, stage=stage), Training(adamw, None)
     average, expected = AVERAGES[name][0](ours.model), AVERAGES[name][1](plain.model)
     for _ in range(3):
         ours.train(1)
         average.update()
-        plain.train_as(comm.size, 1)
+        plain.train_as(world.size, 1)
         expected.update_parameters(plain.model)
     with average.applied(), hpczero.gathered(ours.model):
         apart = distance(ours.model, expected.module)
-    parallel_assert(comm, apart < 1e-6, f"differs by {apart} from torch's")
+    world.check(apart < 1e-6, f"differs by {apart} from torch's")
     with average.applied():
         logits = ours.model(torch.arange(6)[None])
         wanted = expected.module(torch.arange(6)[None])
-        parallel_assert(comm, torch.allclose(logits, wanted, atol=1e-5), "forward")
+        world.check(torch.allclose(logits, wanted, atol=1e-5), "forward")
     ours.train(1)
-    plain.train_as(comm.size, 1)
+    plain.train_as(world.size, 1)
     with hpczero.gathered(ours.model):
         apart = distance(ours.model, plain.model)
     ours.close()
-    parallel_assert(comm, apart < 1e-6, f"training goes on {apart} away from torch's")
+    world.check(apart < 1e-6, f"training goes on {apart} away from torch's")
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore", "error:::hpczero")
 @pytest.mark.parametrize("fails", [False, True])
-def test_statistics_of_averages_are_torchs_and_end_with_the_block(
-    comm: MPI.Intracomm, topology: hpczero.Topology, fails: bool
-) -> None:
+def test_statistics_of_averages_are_torchs_and_end_with_the_block(world: World, fails):
     def normalised() -> nn.Module:
         torch.manual_seed(3)
         return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.linspace(-1, 3, 32).view(8, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
     def statistics(model: nn.Module) -> list[torch.Tensor]:
         return [buffer.clone() for buffer in model.buffers()]
@@ -88,7 +79,7 @@ def test_statistics_of_averages_are_torchs_and_end_with_the_block(
     plain, model = normalised(), normalised()
     reference = torch.optim.SGD(plain.parameters(), 0.1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    hpczero.zeroify(model, optimizer, stage=3, topology=topology)
+    hpczero.zeroify(model, optimizer, stage=3, topology=world.topology)
     average, expected = SWA(model), AveragedModel(plain)
     for _ in range(2):
         step(plain, reference)
@@ -100,28 +91,27 @@ def test_statistics_of_averages_are_torchs_and_end_with_the_block(
     with suppress(ZeroDivisionError), average.applied():
         update_bn(batches, model)
         inside = statistics(model)
-        comm.Barrier()  # a rank that leaves by an exception takes its part of the averages away at once
+        world.comm.Barrier()  # a rank that leaves by an exception takes its part of the averages away at once
         if fails:
             raise ZeroDivisionError
     wanted = statistics(expected.module)
     after = statistics(model)
     hpczero.release(model)
     close = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(inside, wanted, strict=True))
-    parallel_assert(comm, close, f"{inside} instead of {wanted}")
-    same = all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    parallel_assert(comm, same, f"{after} instead of {before}")
+    world.check(close, f"{inside} instead of {wanted}")
+    world.check(same(after, before), f"{after} instead of {before}")
 
 
 @pytest.mark.ranks(2)
-def test_each_rank_keeps_its_part(comm: MPI.Intracomm, topology: hpczero.Topology) -> None:
+def test_each_rank_keeps_its_part(world: World):
     for stage in (0, 3):
-        training = Training(adamw, topology, stage=stage)
+        training = Training(adamw, world.topology, stage=stage)
         average = EMA(training.model)
         memory = hpczero.sharding(training.model).memory
-        held = sum(topology.gather(memory.current["averages"]))
-        parallel_assert(comm, held == 4 * sum(p.numel() for p in trained(training.model)))
+        held = sum(world.topology.gather(memory.current["averages"]))
+        world.check(held == 4 * sum(p.numel() for p in trained(training.model)))
         average.close()
-        parallel_assert(comm, memory.current["averages"] == 0)
+        world.check(memory.current["averages"] == 0)
         training.close()
 
 
@@ -129,9 +119,7 @@ def test_each_rank_keeps_its_part(comm: MPI.Intracomm, topology: hpczero.Topolog
 @pytest.mark.parametrize(
     ("ranks", "stages"), [((3, 3), (3, 3)), ((3, 1), (1, 0)), ((1, 3), (0, 2))]
 )
-def test_any_ranks_and_stage_go_on(
-    comm: MPI.Intracomm, folder: Path, ranks: tuple[int, int], stages: tuple[int, int]
-) -> None:
+def test_any_ranks_and_stage_go_on(comm, folder, ranks, stages):
     found: list[dict[str, torch.Tensor]] = []
     for n, stage, resumes in zip(ranks, stages, (False, True), strict=True):
         with first_ranks(comm, n) as topology:
@@ -167,10 +155,8 @@ def test_any_ranks_and_stage_go_on(
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_with_an_average_wants_one_and_one_without_begins_anew(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
-) -> None:
-    training = Training(adamw, topology)
+def test_a_checkpoint_with_an_average_wants_one_and_one_without_begins_anew(world: World, folder):
+    training = Training(adamw, world.topology)
     model, optimizers = training.model, training.optimizers
     training.train(1)
     hpczero.checkpoint.save(folder / "without", model, optimizers, step=1)
@@ -178,25 +164,23 @@ def test_a_checkpoint_with_an_average_wants_one_and_one_without_begins_anew(
     average.update()
     hpczero.checkpoint.save(folder / "with", model, optimizers, step=1)
     hpczero.checkpoint.load(folder / "without", model, optimizers)
-    parallel_assert(comm, average.count == 0)
+    world.check(average.count == 0)
     average.close()
 
     def load() -> None:
         hpczero.checkpoint.load(folder / "with", model, optimizers)
 
-    raises_on_all(comm, CheckpointMismatch, "holds the average 'ema'", load)
+    world.raises(CheckpointMismatch, "holds the average 'ema'", load)
     training.close()
 
 
 @pytest.mark.ranks(2)
-def test_what_would_mix_averages_and_weights_is_refused(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
-) -> None:
-    training = Training(adamw, topology)
+def test_what_would_mix_averages_and_weights_is_refused(world: World, folder):
+    training = Training(adamw, world.topology)
     model, optimizers = training.model, training.optimizers
     average = EMA(model)
-    raises_on_all(comm, StepError, "has no weights yet", lambda: average.applied().__enter__())
-    raises_on_all(comm, PlanError, "name of an average: got 'ema'", lambda: EMA(model))
+    world.raises(StepError, "has no weights yet", lambda: average.applied().__enter__())
+    world.raises(PlanError, "name of an average: got 'ema'", lambda: EMA(model))
     training.train(1)
     average.update()
 
@@ -204,8 +188,8 @@ def test_what_would_mix_averages_and_weights_is_refused(
         hpczero.checkpoint.save(folder, model, optimizers, step=1)
 
     with average.applied():
-        raises_on_all(comm, StepError, "a checkpoint inside of", save)
-        raises_on_all(comm, StepError, "optimizer.step.. inside of", lambda: training.train(1))
+        world.raises(StepError, "a checkpoint inside of", save)
+        world.raises(StepError, "optimizer.step.. inside of", lambda: training.train(1))
         optimizers[0].zero_grad()
         with pytest.raises(StepError, match="update it inside of"):
             average.update()
@@ -214,10 +198,8 @@ def test_what_would_mix_averages_and_weights_is_refused(
 
 
 @pytest.mark.ranks(2)
-def test_an_exception_on_one_rank_leaves_nobody_waiting_or_with_averages(
-    comm: MPI.Intracomm, topology: hpczero.Topology
-) -> None:
-    training = Training(adamw, topology)
+def test_an_exception_on_one_rank_leaves_nobody_waiting_or_with_averages(world: World):
+    training = Training(adamw, world.topology)
     average = SWA(training.model)
     training.train(1)
     average.update()
@@ -230,8 +212,8 @@ def test_an_exception_on_one_rank_leaves_nobody_waiting_or_with_averages(
 
 
 @pytest.mark.ranks(2)
-def test_weights_on_a_tier_are_refused(comm: MPI.Intracomm, topology: hpczero.Topology) -> None:
+def test_weights_on_a_tier_are_refused(world: World):
     model = Zoo()
     offload = hpczero.Offload("host", "host", "host")
-    with zeroified(model, adamw(model), topology=topology, offload=offload):
-        raises_on_all(comm, PlanError, "rest on a memory tier", lambda: EMA(model))
+    with world.zeroified(model, adamw(model), offload=offload):
+        world.raises(PlanError, "rest on a memory tier", lambda: EMA(model))

@@ -32,7 +32,7 @@ def steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> N
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
-def test_every_bit_is_torchs(ns_dtype: str, adjust_lr_fn: str | None, nesterov: bool) -> None:
+def test_every_bit_is_torchs(ns_dtype, adjust_lr_fn, nesterov):
     ours, theirs = matrices(), matrices()
     options: dict[str, Any] = {"lr": 0.03, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
     steps(Muon(ours, ns_dtype=ns_dtype, **options), ours)
@@ -45,7 +45,7 @@ def test_every_bit_is_torchs(ns_dtype: str, adjust_lr_fn: str | None, nesterov: 
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_stack_is_its_matrices() -> None:
+def test_a_stack_is_its_matrices():
     generator = torch.Generator().manual_seed(1)
     stack = nn.Parameter(torch.randn(3, 7, 5, generator=generator))
     each = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
@@ -59,21 +59,21 @@ def test_a_stack_is_its_matrices() -> None:
     assert torch.equal(stack, torch.stack([*each]))
 
 
-def test_singular_values_come_near_one() -> None:
+def test_singular_values_come_near_one():
     matrix = torch.randn(20, 12, generator=torch.Generator().manual_seed(2))
     values = torch.linalg.svdvals(orthogonalized(matrix))
     assert values.min() > 0.6
     assert values.max() < 1.3
 
 
-def test_the_second_rule_is_adamw() -> None:
+def test_the_second_rule_is_adamw():
     ours, theirs = [nn.Parameter(torch.ones(5))], [nn.Parameter(torch.ones(5))]
     steps(Muon(ours, lr=0.01, rule="adamw", betas=(0.8, 0.9)), ours)
     steps(torch.optim.AdamW(theirs, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1), theirs)
     assert torch.equal(ours[0], theirs[0])
 
 
-def test_tables_vectors_and_what_is_said_go_to_adamw() -> None:
+def test_tables_vectors_and_what_is_said_go_to_adamw():
     model = nn.ModuleDict(
         {"zoo": Zoo(), "convolution": nn.Conv2d(2, 3, 3), "lm_head": nn.Linear(4, 6)}
     )
@@ -99,6 +99,6 @@ def test_tables_vectors_and_what_is_said_go_to_adamw() -> None:
         ({"rule": "adamw", "ns_steps": 100}, "ns_steps of group 0: got 100"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:
+def test_bad_options_are_refused(options, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         Muon([nn.Parameter(torch.ones(5))], **options)

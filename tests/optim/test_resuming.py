@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,19 +11,15 @@ import hpczero
 from hpczero.checkpoint.disk.folder import read_manifest
 from tests.checkpoint.programs import first_ranks, state_digests
 from tests.helpers.small_models import distance
+from tests.helpers.world import World
 from tests.optim.rules import RULES, Training, adamw8bit
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 pytestmark = pytest.mark.mpi
 
 MAKERS = {**RULES, "adamw8bit": adamw8bit}
 
 
-def goes_on(
-    comm: MPI.Intracomm, folder: Path, rule: str, ranks: tuple[int, int], stages: tuple[int, int]
-) -> None:
+def goes_on(comm, folder: Path, rule: str, ranks: tuple[int, int], stages: tuple[int, int]) -> None:
     """Three steps on N ranks, a save, a load on M ranks, a save, two more steps: as without a stop."""
     found: list[Training] = []
     for n, stage, resumes in zip(ranks, stages, (False, True), strict=True):
@@ -77,27 +72,19 @@ def goes_on(
         ("adamw8bit", (3, 2), (1, 0)),
     ],
 )
-def test_any_ranks_and_stage_go_on(
-    comm: MPI.Intracomm,
-    folder: Path,
-    rule: str,
-    ranks: tuple[int, int],
-    stages: tuple[int, int],
-) -> None:
+def test_any_ranks_and_stage_go_on(comm, folder, rule, ranks, stages):
     goes_on(comm, folder, rule, ranks, stages)
 
 
 @pytest.mark.ranks(2)
-def test_rows_and_columns_stay_small_in_memory_also_after_a_load(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
-) -> None:
-    training = Training(RULES["adafactor"], topology)
+def test_rows_and_columns_stay_small_in_memory_also_after_a_load(world: World, folder):
+    training = Training(RULES["adafactor"], world.topology)
     training.train(2)
     held = hpczero.sharding(training.model).optimizer_nbytes()
     hpczero.checkpoint.save(folder, training.model, training.optimizers, step=2)
     hpczero.checkpoint.load(folder, training.model, training.optimizers)
     again = hpczero.sharding(training.model).optimizer_nbytes()
-    total = sum(topology.gather(held))
+    total = sum(world.topology.gather(held))
     training.close()
     assert held == again
     named = training.model.named_parameters()  # what has idled so far has no state
@@ -113,11 +100,11 @@ def test_rows_and_columns_stay_small_in_memory_also_after_a_load(
 
 
 @pytest.mark.ranks(2)
-def test_torchs_own_state_dict_goes_on_too(comm: MPI.Intracomm, topology: hpczero.Topology) -> None:
+def test_torchs_own_state_dict_goes_on_too(world: World):
     for rule in ("muon", "adafactor", "adamw8bit"):
         found = []
         for stops in (False, True):
-            training = Training(MAKERS[rule], topology)
+            training = Training(MAKERS[rule], world.topology)
             training.train(2)
             if stops:
                 for optimizer in training.optimizers:

@@ -15,7 +15,7 @@ def power(matrix: np.ndarray, exponent: float) -> np.ndarray:
     return (vectors * np.maximum(values, values[-1] * 1e-6) ** exponent) @ vectors.T
 
 
-def test_the_update_is_the_one_that_was_published() -> None:
+def test_the_update_is_the_one_that_was_published():
     generator = torch.Generator().manual_seed(0)
     parameter = nn.Parameter(torch.randn(5, 7, generator=generator))
     expected = parameter.detach().double().numpy()
@@ -35,7 +35,7 @@ def test_the_update_is_the_one_that_was_published() -> None:
     np.testing.assert_allclose(parameter.detach().numpy(), expected, atol=1e-4)
 
 
-def test_a_stack_is_its_matrices() -> None:
+def test_a_stack_is_its_matrices():
     generator = torch.Generator().manual_seed(1)
     stack = nn.Parameter(torch.randn(3, 6, 5, generator=generator))
     each = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
@@ -53,7 +53,7 @@ def loss_of(weights: Tensor, inputs: Tensor) -> Tensor:
     return (inputs @ (weights - 1)).square().mean()
 
 
-def test_badly_scaled_inputs_matter_less_than_to_adam() -> None:
+def test_badly_scaled_inputs_matter_less_than_to_adam():
     scales = torch.logspace(0, -2, 12)
     rotation = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(3)))[0]
     inputs = torch.randn(64, 12, generator=torch.Generator().manual_seed(2)) * scales @ rotation
@@ -72,7 +72,7 @@ def test_badly_scaled_inputs_matter_less_than_to_adam() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("lr", -1), ("least", -1), ("every", 0), ("betas", (1.0, 0.9))]
 )
-def test_bad_options_are_refused(name: str, value: object) -> None:
+def test_bad_options_are_refused(name, value):
     options = {name: value}
     with pytest.raises(ValueError, match=name):
         Shampoo([nn.Parameter(torch.ones(2, 2))], **options)  # type: ignore[arg-type]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +11,7 @@ import hpczero
 from hpczero.optim import Muon
 from tests.helpers.cases import EVERYTHING
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, check_weights, mlp_input, zeroified
+from tests.helpers.small_models import MLP, check_weights, mlp_input, update, zeroified
 from tests.optim.rules import (
     RULES,
     STEPS,
@@ -24,9 +22,6 @@ from tests.optim.rules import (
     torchs_muon,
 )
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 pytestmark = pytest.mark.mpi
 
 TRIED = RULES if EVERYTHING else ["muon", "shampoo"]
@@ -34,7 +29,7 @@ TRIED = RULES if EVERYTHING else ["muon", "shampoo"]
 WHERE = pytest.mark.parametrize("transport", ["hierarchical", "window"])
 
 
-def nodes_of(comm: MPI.Intracomm, transport: str) -> hpczero.Topology:
+def nodes_of(comm, transport: str) -> hpczero.Topology:
     """Two ranks on a node, the last one alone on its own if they are odd; of two or three ranks each on its own."""
     on_node = 2 if comm.size > 3 or transport == "window" else 1
     return hpczero.Topology.create(comm, nodes=[rank // on_node for rank in range(comm.size)])
@@ -48,9 +43,7 @@ def muon(model: nn.Module) -> tuple[Optimizer, ...]:
 @pytest.mark.ranks(2, 3, 4, 5)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @WHERE
-def test_muon_between_nodes_is_torchs_with_its_iteration_in_fp32(
-    comm: MPI.Intracomm, stage: int, transport: str
-) -> None:
+def test_muon_between_nodes_is_torchs_with_its_iteration_in_fp32(comm, stage, transport):
     plain = Training(torchs_muon, None)
     with torchs_iteration_in_fp32():
         plain.train_as(comm.size)
@@ -65,7 +58,7 @@ def test_muon_between_nodes_is_torchs_with_its_iteration_in_fp32(
 @pytest.mark.ranks(2, 3, 4, 5)
 @pytest.mark.parametrize("rule", TRIED)
 @WHERE
-def test_nodes_change_no_bit_at_any_stage(comm: MPI.Intracomm, rule: str, transport: str) -> None:
+def test_nodes_change_no_bit_at_any_stage(comm, rule, transport):
     topology = nodes_of(comm, transport)
     found = []
     for stage, way in ((3, "flat"), *((stage, transport) for stage in range(4))):
@@ -80,9 +73,7 @@ def test_nodes_change_no_bit_at_any_stage(comm: MPI.Intracomm, rule: str, transp
 @pytest.mark.ranks(3, 4, 5)
 @pytest.mark.parametrize("stage", [1, 3])
 @WHERE
-def test_of_two_matrices_most_ranks_own_none(
-    comm: MPI.Intracomm, stage: int, transport: str
-) -> None:
+def test_of_two_matrices_most_ranks_own_none(comm, stage, transport):
     model, plain = MLP((7, 5, 3)), MLP((7, 5, 3))
     ours, theirs = Muon.of(model, lr=0.02), Muon.of(plain, lr=0.02)
     topology = nodes_of(comm, transport)
@@ -90,8 +81,6 @@ def test_of_two_matrices_most_ranks_own_none(
         for step in range(STEPS):
             model(mlp_input(step)).square().sum().backward()  # the same on all ranks
             plain(mlp_input(step)).square().sum().backward()
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
+            update(ours, theirs)
         check_weights(comm, model, plain, within=1e-6)
     topology.free()
