@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hpczero.models import GPT
+from tests.equality import models
 
 STEPS = 10
 
@@ -60,6 +61,12 @@ def squared_error(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(*inputs), targets)
 
 
+def error_of_the_first(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean squared error of the first of several outputs."""
+    x, y = batch
+    return F.mse_loss(model(x)[0], y)
+
+
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The loss that the model computes itself."""
     loss: Tensor = model(*batch)
@@ -77,6 +84,11 @@ def smooth_adamw(model: nn.Module) -> Optimizer:
     With the usual eps of 1e-8 Adam blows such a gradient up to a whole step in a random direction, in plain torch too.
     """
     return adamw(model, eps=1e-3)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(trainable(model), lr=0.02, momentum=0.9)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -141,6 +153,23 @@ def _part(lane: Lane, micro: int) -> float:
     return loss.item()
 
 
+PROGRAMS: dict[str, Program] = {
+    "one backward": one_backward,
+    "accumulation": accumulate,
+    "accumulation without sync": accumulate_without_sync,
+}
+
+
+def evaluate(lane: Lane) -> list[float]:
+    """Loss in evaluation mode, on samples no step sees."""
+    training = lane.model.training
+    lane.model.eval()
+    with torch.no_grad():
+        losses = [lane.loss(micro=50 + index).item() for index in range(2)]
+    lane.model.train(training)
+    return losses
+
+
 def keep_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     """Sometimes zeros, sometimes None, by the optimizer or by the model."""
     zero_grad = optimizer.zero_grad if step % 4 < 2 else model.zero_grad
@@ -193,3 +222,13 @@ class Case:
 def gpt_case(build: Callable[[], GPT], **changes: Any) -> Case:
     """Training of the project's GPT."""
     return Case(build, **({"batch": tokens, "loss": own_loss, "optimizer": smooth_adamw} | changes))
+
+
+def seeded_case(build: Callable[[], nn.Module], **changes: Any) -> Case:
+    """Training of a model of the zoo, which has the same values on every call."""
+    return Case(lambda: models.seeded(build), **changes)
+
+
+def convnet_case(build: Callable[[], nn.Module] = models.convnet, **changes: Any) -> Case:
+    """Training of the project's conv net, of batch statistics."""
+    return Case(build, **({"batch": images, "loss": own_loss, "optimizer": momentum} | changes))

@@ -21,6 +21,7 @@ from hpczero import Topology
 from hpczero.accelerator import Accelerator
 from hpczero.plan.offload import Offload
 from tests.equality.cases import Case, Lane
+from tests.helpers.parallel import parallel_assert
 
 # Relative to the largest magnitude in the tensor. An element is a sum of products, among them some as large as the
 # tensor's large elements; where they cancel, rounding is much of what is left, and no bound relative to the element
@@ -284,6 +285,27 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     largest = expected.double().abs().max().item()
     error = (found.double() - expected.double()).abs().max().item()
     return error / largest if largest else (0.0 if error == 0.0 else math.inf)
+
+
+def check_near(
+    topology: Topology,
+    runs: Mapping[str, Sequence[Record]],
+    expected: Sequence[Record],
+    *,
+    later_gradients: float | None = None,
+) -> None:
+    """Every run is as near ``expected`` as ``differences`` wants it; rank 0 judges. Collective over world."""
+    problems: list[str] = []
+    for name, found in runs.items() if topology.is_root else ():
+        wrong = differences(found, expected, later_gradients=later_gradients)
+        problems += [f"{name}, {problem}" for problem in wrong]
+    parallel_assert(topology.world.comm, not problems, "\n".join(problems[:12]))
+
+
+def check_same_bits(topology: Topology, runs: Mapping[str, Sequence[Record]]) -> None:
+    """All runs are equal in every bit. Collective over world."""
+    apart = first_step_apart(runs)
+    parallel_assert(topology.world.comm, not apart, "\n".join(apart))
 
 
 def bits(records: Sequence[Record]) -> list[object]:

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 import hpczero
 from hpczero import Precision, Topology
 from hpczero.plan.precision import LossScale
 from tests.equality import cases, models
-from tests.equality.cases import Batch, Case, Lane, Place, gpt_case
+from tests.equality.cases import Batch, Case, Lane, Place, gpt_case, seeded_case
 from tests.equality.reference import relative_error, tree_sum
 from tests.helpers.parallel import parallel_assert
 
@@ -217,15 +216,7 @@ def check(
 
 def stack_case(**changes) -> Case:
     """Training of the stack of blocks, whose inputs are cast too."""
-    return Case(lambda: models.seeded(models.Stack), **changes)
-
-
-@pytest.fixture
-def two_nodes(comm):
-    """The ranks on two pretended nodes."""
-    topology = Topology.create(comm, nodes=[2 * rank // comm.size for rank in range(comm.size)])
-    yield topology
-    topology.free()
+    return seeded_case(models.Stack, **changes)
 
 
 def test_bf16_makes_the_casts_it_documents(topology):
@@ -247,11 +238,7 @@ def test_bf16_gpt_with_tied_weights_and_checkpointed_blocks(topology):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_outputs_that_the_loss_does_not_use(topology, precision):
-    def loss(model, batch):
-        x, y = batch
-        return F.mse_loss(model(x)[0], y)
-
-    case = Case(lambda: models.seeded(models.TwoHeadedStack), loss=loss)
+    case = seeded_case(models.TwoHeadedStack, loss=cases.error_of_the_first)
     check(case, topology, Precision.of(precision))
 
 
@@ -294,18 +281,9 @@ def test_fp16_overflow_on_one_rank_skips_the_step_on_all_and_the_scale_follows_t
     precision = Precision(param="fp16", loss_scale=policy)
     check(stack_case(batch=batch), topology, precision)
     found = sharded_steps(stack_case(batch=batch), topology, 3, precision)
-    assert [step.loss_scale for step in found] == [
-        1024.0,
-        1024.0,
-        512.0,  # overflow
-        512.0,
-        512.0,
-        256.0,  # overflow, one good step short of growth
-        256.0,
-        256.0,
-        512.0,  # three good steps
-        512.0,
-    ]
+    # Halved by each overflow, of which the second is one good step short of growth; doubled by three good steps.
+    scales = [1024, 1024, 512, 512, 512, 256, 256, 256, 512, 512]
+    assert [step.loss_scale for step in found] == scales
     assert [step.skipped for step in found] == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
 
 

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
 from tests.equality import cases, models
-from tests.equality.cases import Case, Lane, Place, gpt_case
+from tests.equality.cases import Case, Place, gpt_case, seeded_case
 
 pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        models.tied_stack,  # across units
+        models.IdleStack,  # parameters unused on all ranks are left alone
+        models.StoppedStack,
+        models.TwiceStack,
+        models.CheckpointedStack,
+    ],
+)
+def test_stack_of_blocks_with_a_habit(equals_one_process, build):
+    equals_one_process(seeded_case(build))
 
 
 def test_gpt(equals_one_process):
@@ -25,76 +38,50 @@ def test_gpt_with_rotary_positions_dropout_and_checkpointed_blocks(equals_one_pr
     equals_one_process(gpt_case(build))
 
 
-def test_mlp_with_parameters_smaller_than_the_world_and_without_elements(equals_one_process):
-    def batch(place):
-        return cases.vectors(place, width=7)
+# --- units
 
+
+def wide(place: Place) -> cases.Batch:
+    return cases.vectors(place, width=7)
+
+
+def test_mlp_with_parameters_smaller_than_the_world_and_without_elements(equals_one_process):
     def rule(model):
         return [("first",), ("second",)]
 
-    equals_one_process(Case(lambda: models.seeded(models.AwkwardMLP), batch=batch, rule=rule))
+    equals_one_process(seeded_case(models.AwkwardMLP, batch=wide, rule=rule))
 
 
 def test_sequential_mlp_whose_layers_share_a_unit(equals_one_process):
-    def batch(place):
-        return cases.vectors(place, width=7)
-
     def build():
         return nn.Sequential(nn.Linear(7, 15), nn.Tanh(), nn.Linear(15, 3))
 
-    equals_one_process(Case(lambda: models.seeded(build), batch=batch))
+    equals_one_process(seeded_case(build, batch=wide))
 
 
 def test_the_whole_model_as_one_unit(equals_one_process):
-    equals_one_process(Case(lambda: models.seeded(models.Stack), rule=lambda model: []))
+    equals_one_process(seeded_case(models.Stack, rule=lambda model: []))
 
 
 def test_every_layer_a_unit(equals_one_process):
     def rule(model):
         return [(name,) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
-    equals_one_process(Case(lambda: models.seeded(models.Stack), rule=rule))
+    equals_one_process(seeded_case(models.Stack, rule=rule))
+
+
+# --- batch statistics
 
 
 def test_batch_norm_takes_each_ranks_batch_and_running_statistics_follow_rank_0(equals_one_process):
-    equals_one_process(
-        Case(
-            models.convnet,
-            batch=cases.images,
-            loss=cases.own_loss,
-            optimizer=_momentum,
-            between=evaluate,
-        )
-    )
+    equals_one_process(cases.convnet_case(between=cases.evaluate))
 
 
 def test_batch_norm_with_its_running_statistics(equals_one_process):
-    equals_one_process(
-        Case(
-            lambda: models.convnet().eval(),
-            batch=cases.images,
-            loss=cases.own_loss,
-            optimizer=_momentum,
-        )
-    )
+    equals_one_process(cases.convnet_case(lambda: models.convnet().eval()))
 
 
-def evaluate(lane: Lane) -> list[float]:
-    """Loss in evaluation mode, on samples no step sees."""
-    training = lane.model.training
-    lane.model.eval()
-    with torch.no_grad():
-        losses = [lane.loss(micro=50 + index).item() for index in range(2)]
-    lane.model.train(training)
-    return losses
-
-
-def _momentum(model):
-    return torch.optim.SGD(cases.trainable(model), lr=0.02, momentum=0.9)
-
-
-def test_weights_tied_across_units(equals_one_process):
-    equals_one_process(Case(lambda: models.seeded(models.tied_stack)))
+# --- what is not used, or not trained
 
 
 def test_frozen_layer_at_the_bottom_and_frozen_parameters_inside_a_unit(equals_one_process):
@@ -114,19 +101,16 @@ def test_parameters_of_the_root_unused_on_some_ranks(equals_one_process):
         x, y = cases.vectors(place)
         return x, 1 + (place.rank + place.step) % 3, y
 
-    equals_one_process(Case(lambda: models.seeded(models.BranchedStack), batch=batch))
+    equals_one_process(seeded_case(models.BranchedStack, batch=batch))
 
 
 def test_units_unused_on_some_ranks_where_parameters_are_whole(equals_one_process):
     # Stage 3 gathers a unit when it is called, so there every rank has to call it.
-    equals_one_process(
-        Case(lambda: models.seeded(models.SkippingStack), batch=_other_blocks, stages=(0, 1, 2))
-    )
+    def batch(place):
+        x, y = cases.vectors(place)
+        return x, 0b001 | (0b010 << (place.rank + place.step) % 2), y
 
-
-def _other_blocks(place: Place) -> cases.Batch:
-    x, y = cases.vectors(place)
-    return x, 0b001 | (0b010 << (place.rank + place.step) % 2), y
+    equals_one_process(seeded_case(models.SkippingStack, batch=batch, stages=(0, 1, 2)))
 
 
 def test_units_unused_in_some_steps(equals_one_process):
@@ -135,31 +119,9 @@ def test_units_unused_in_some_steps(equals_one_process):
         return x, (0b111, 0b101, 0b110)[place.step % 3], y
 
     equals_one_process(
-        Case(
-            lambda: models.seeded(models.SkippingStack), batch=batch, zero_grad=cases.keep_gradients
-        )
+        seeded_case(models.SkippingStack, batch=batch, zero_grad=cases.keep_gradients)
     )
 
 
-def test_parameters_unused_on_all_ranks_are_left_alone(equals_one_process):
-    equals_one_process(Case(lambda: models.seeded(models.IdleStack)))
-
-
 def test_inputs_and_outputs_of_units_that_the_loss_does_not_use(equals_one_process):
-    def loss(model, batch):
-        x, y = batch
-        return nn.functional.mse_loss(model(x)[0], y)
-
-    equals_one_process(Case(lambda: models.seeded(models.TwoHeadedStack), loss=loss))
-
-
-def test_blocks_that_run_without_gradient_or_have_inputs_without(equals_one_process):
-    equals_one_process(Case(lambda: models.seeded(models.StoppedStack)))
-
-
-def test_module_called_twice(equals_one_process):
-    equals_one_process(Case(lambda: models.seeded(models.TwiceStack)))
-
-
-def test_checkpointed_blocks(equals_one_process):
-    equals_one_process(Case(lambda: models.seeded(models.CheckpointedStack)))
+    equals_one_process(seeded_case(models.TwoHeadedStack, loss=cases.error_of_the_first))

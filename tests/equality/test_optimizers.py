@@ -20,7 +20,7 @@ from torch.optim import (
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from tests.equality import models
-from tests.equality.cases import Case, gpt_case
+from tests.equality.cases import gpt_case, seeded_case
 
 pytestmark = pytest.mark.mpi
 
@@ -50,7 +50,7 @@ def test_optimizer(equals_one_process, name):
     def optimizer(model):
         return OPTIMIZERS[name](model.parameters())
 
-    equals_one_process(Case(lambda: models.seeded(models.Stack), optimizer=optimizer))
+    equals_one_process(seeded_case(models.Stack, optimizer=optimizer))
 
 
 @pytest.mark.ranks(
@@ -61,7 +61,7 @@ def test_rare_optimizer(equals_one_process, name):
     def optimizer(model):
         return RARE_OPTIMIZERS[name](model.parameters())
 
-    equals_one_process(Case(lambda: models.seeded(models.Stack), optimizer=optimizer))
+    equals_one_process(seeded_case(models.Stack, optimizer=optimizer))
 
 
 def two_groups(model):
@@ -86,9 +86,7 @@ def test_two_groups_under_a_scheduler_that_changes_momentum_too(equals_one_proce
     def scheduler(optimizer):
         return OneCycleLR(optimizer, max_lr=[1e-2, 2e-3], total_steps=12)
 
-    equals_one_process(
-        Case(lambda: models.seeded(models.Stack), optimizer=two_groups, scheduler=scheduler)
-    )
+    equals_one_process(seeded_case(models.Stack, optimizer=two_groups, scheduler=scheduler))
 
 
 @pytest.mark.parametrize(("norm_type", "max_norm"), [(2.0, 3.8), (float("inf"), 0.9)])

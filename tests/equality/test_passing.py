@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 import hpczero
-from tests.equality import cases, models, passing
-from tests.equality.cases import Case
+from tests.equality import cases, passing
+from tests.equality.cases import seeded_case
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -20,7 +20,7 @@ EVERY = ("window", "flat", "hierarchical")
 
 def check(equals_one_process, build, **changes):
     options: dict[str, Any] = {"loss": cases.own_loss, "transports": EVERY, "steps": 3} | changes
-    equals_one_process(Case(lambda: models.seeded(build), **options))
+    equals_one_process(seeded_case(build, **options))
 
 
 BUILDS = pytest.mark.parametrize(

@@ -8,27 +8,12 @@ import pytest
 
 from hpczero import Precision, Topology
 from tests.equality import cases, models
-from tests.equality.cases import gpt_case
-from tests.equality.reference import Record, first_step_apart, train_sharded
+from tests.equality.cases import Case, gpt_case
+from tests.equality.reference import Record, check_same_bits, train_sharded
 from tests.helpers.cases import chequered
 from tests.helpers.late import LateAccelerator
-from tests.helpers.parallel import parallel_assert
 
 pytestmark = pytest.mark.mpi
-
-PROGRAMS = {
-    "one backward": cases.one_backward,
-    "accumulation": cases.accumulate,
-    "accumulation without sync": cases.accumulate_without_sync,
-}
-
-
-@pytest.fixture
-def two_nodes(comm):
-    """The ranks on two pretended nodes, as even as can be."""
-    topology = Topology.create(comm, nodes=[2 * rank // comm.size for rank in range(comm.size)])
-    yield topology
-    topology.free()
 
 
 @pytest.fixture
@@ -39,36 +24,36 @@ def interleaved_nodes(comm):
     topology.free()
 
 
+def clipped_case(program: cases.Program, steps: int) -> Case:
+    """Clipped training with dropout and recomputation."""
+    build = lambda: models.gpt(dropout=0.1, checkpoint_activations=True)  # noqa: E731
+    changes = {"program": program, "optimizer": cases.adamw, "max_norm": 4.5, "steps": steps}
+    return gpt_case(build, **changes)
+
+
 def all_stages(
     topology: Topology,
     program: str,
     precision: str | Precision,
     transports: Sequence[str] = ("auto",),
 ) -> dict[str, list[Record]]:
-    """A clipped training with dropout and recomputation at every stage; the stages must agree in every bit.
+    """A clipped training at every stage; the stages must agree in every bit.
 
     Of several transports each stage runs on every second one, in the other precision on the others.
     """
     other = precision not in ("fp32", Precision())
-    case = gpt_case(
-        lambda: models.gpt(dropout=0.1, checkpoint_activations=True),
-        program=PROGRAMS[program],
-        optimizer=cases.adamw,
-        max_norm=4.5,
-        steps=4,
-    )
+    case = clipped_case(cases.PROGRAMS[program], steps=4)
     runs = {
         f"stage {stage}, {transport}": train_sharded(
             case, topology, stage=stage, precision=precision, transport=transport
         )
         for stage, transport in chequered(case.stages, transports, turn=other)
     }
-    apart = first_step_apart(runs)
-    parallel_assert(topology.world.comm, not apart, "\n".join(apart))
+    check_same_bits(topology, runs)
     return runs
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", cases.PROGRAMS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stages_give_the_same_bits(topology, precision, program):
     runs = all_stages(topology, program, precision)
@@ -126,13 +111,7 @@ def test_a_device_whose_copies_are_late_gives_the_same_bits(
 ):
     """Staged or given to MPI, peers' memory or messages, on a thread of its own; two nodes of one rank, or of two."""
     monkeypatch.setenv("HPCZERO_GPU_AWARE", aware)
-    case = gpt_case(
-        lambda: models.gpt(dropout=0.1, checkpoint_activations=True),
-        program=cases.accumulate,
-        optimizer=cases.adamw,
-        max_norm=4.5,
-        steps=3,
-    )
+    case = clipped_case(cases.accumulate, steps=3)
     late = [(name, LateAccelerator()) for name in ("flat", "hierarchical", "ipc", "auto")]
     runs = {
         f"stage {stage}, {name}, {device and device.describe()}": train_sharded(
@@ -143,5 +122,4 @@ def test_a_device_whose_copies_are_late_gives_the_same_bits(
             *chequered(case.stages, late, turn=precision == "bf16"),
         ]
     }
-    apart = first_step_apart(runs)
-    parallel_assert(two_nodes.world.comm, not apart, "\n".join(apart))
+    check_same_bits(two_nodes, runs)
