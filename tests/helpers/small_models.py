@@ -143,7 +143,7 @@ def same_state(found: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor
     )
 
 
-Loss = Callable[[nn.Module, int], Tensor]
+Loss = Callable[..., Tensor]
 """Of a model on a rank's input."""
 
 

@@ -75,4 +75,4 @@ def test_badly_scaled_inputs_matter_less_than_to_adam():
 def test_bad_options_are_refused(name, value):
     options = {name: value}
     with pytest.raises(ValueError, match=name):
-        Shampoo([nn.Parameter(torch.ones(2, 2))], **options)  # type: ignore[arg-type]
+        Shampoo([nn.Parameter(torch.ones(2, 2))], **options)

@@ -258,7 +258,7 @@ def test_offloaded_state_is_refused_by_name(world: World):
     model = nn.Linear(7, 5, bias=False)
 
     def call() -> None:
-        options = {"topology": world.topology, "offload": hpczero.Offload("host")}
+        options: Any = {"topology": world.topology, "offload": hpczero.Offload("host")}
         hpczero.zeroify(model, stock_muon(model.parameters()), **options)
 
     world.raises(PlanError, "the optimizer is a Muon, expected one of torch's own", call)

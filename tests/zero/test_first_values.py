@@ -202,7 +202,7 @@ def test_layouts_with_other_seeds_are_refused(world: World, degrees):
         divide(options, adapter, model, topology)
         optimizer = adamw(model)
         said = "first values|fill_range gave other values|initialize gave"
-        how = {"topology": topology, "initialize": initialize}
+        how: dict[str, Any] = {"topology": topology, "initialize": initialize}
         world.raises(PlanError, said, lambda: hpczero.zeroify(model, optimizer, **how))
 
 

@@ -85,10 +85,16 @@ def test_exception_in_backward_on_all_ranks_then_recovery(world: World, stage):
         world.check_trains(model, optimizer)
 
 
+def zero_one_by_one(model: nn.Module) -> None:
+    """As a loop of the user's own."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
 ZEROED: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
     "the optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "the model": lambda model, optimizer: model.zero_grad(),
-    "one by one": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    "one by one": lambda model, optimizer: zero_one_by_one(model),
 }
 
 

@@ -73,7 +73,11 @@ class Pair:
         for model, optimizer, transport in zip(
             (self.late, self.plain), self.optimizers, ("hierarchical", "flat"), strict=True
         ):
-            options = {"topology": topology, "transport": transport, "precision": "bf16"}
+            options: dict[str, Any] = {
+                "topology": topology,
+                "transport": transport,
+                "precision": "bf16",
+            }
             hpczero.zeroify(model, optimizer, stage, **options)
 
     def backward(self) -> None:

@@ -28,7 +28,7 @@ def model() -> MLP:
 
 
 def test_mixed_dtypes_in_a_unit(world: World, model):
-    model.layers[1][0].bias.data = torch.zeros(15, dtype=torch.bfloat16)  # type: ignore[index]
+    model.layers[1][0].bias.data = torch.zeros(15, dtype=torch.bfloat16)
     said = r"unit 'layers\.1' holds torch\.float32 .*, torch\.bfloat16 \(layers\.1\.0\.bias\)"
     world.refuses(PlanError, said, model, adamw(model), precision="bf16")
 
@@ -65,7 +65,7 @@ def test_parameters_that_share_part_of_their_memory(world: World, model, stage, 
     "of", [lambda: torch.randn(1, 7).expand(4, 7), lambda: torch.randn(10).unfold(0, 7, 1)]
 )
 def test_parameter_with_one_element_at_several_indices(world: World, model, of):
-    model.layers[1][0].weight = nn.Parameter(of())  # type: ignore[index]
+    model.layers[1][0].weight = nn.Parameter(of())
     world.refuses(
         PlanError, r"'layers\.1\.0\.weight' of shape \(4, 7\) has one element", model, adamw(model)
     )

@@ -30,7 +30,8 @@ Maker = Callable[[Any], torch.optim.Optimizer]
 def on(medium: Any, folder: Path, parts: int = 3, buffers: int = 4, **options: Any) -> Offload:
     """The optimizer there; with more parts gradients and parameters too."""
     where: list[Any] = [medium if parts > place else "device" for place in range(3)]
-    return Offload(*where, folder, **{"window": WINDOW, "buffers": buffers, **options})
+    options = {"window": WINDOW, "buffers": buffers, **options}
+    return Offload(where[0], where[1], where[2], folder, **options)
 
 
 def trained(world: World, make: Maker, **options: Any) -> dict[str, Tensor] | None:

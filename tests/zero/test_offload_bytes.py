@@ -150,7 +150,7 @@ def test_passes_read_two_bytes_of_an_element_and_steps_write_two_more(
 def test_bytes_of_an_element() -> None:
     def planned(stage: int, precision: str, offload: Offload) -> OffloadedPlan:
         model = torch.nn.Linear(1024, 1024, bias=False)
-        rule = lambda model: []  # noqa: E731
+        rule: Any = lambda model: []  # noqa: E731
         options: dict[str, Any] = {"stage": stage, "precision": precision, "rule": rule}
         return OffloadedPlan(hpczero.Plan.build(model, num_shards=1, **options), offload)
 

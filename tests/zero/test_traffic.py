@@ -120,7 +120,7 @@ def counted(
         node=Inside(ranks.node),
         rail=ranks.rail and Inside(ranks.rail),
     )
-    groups = dict.fromkeys(("world", "data", "shard", "data_sequence"), counting)
+    groups: dict[str, Any] = dict.fromkeys(("world", "data", "shard", "data_sequence"), counting)
     topology: Any = dataclasses.replace(world.topology, **groups)
     how = {"topology": topology, "transport": "flat"} | options
     with world.zeroified(model, optimizer, **how) as state:
