@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+import hpczero
 from hpczero.activations import Checkpointing
 from tests.helpers.late import LateAccelerator
+from tests.helpers.small_models import adamw, update
+from tests.helpers.world import World
 from tests.tier.twins import LateTier, PageTier, SlowTier
 
 Call = Callable[..., Any]
@@ -41,12 +45,12 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks that ``call`` calls, behind a layer and before a sum."""
 
-    def __init__(self, layers: int = 6, seed: int = 0) -> None:
+    def __init__(self, layers: int = 6, *, call: Call | None = None) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.call: Call = plain
+        self.call: Call = call or plain
 
     def forward(self, x: Tensor) -> Tensor:
         """(any, WIDTH) in, a number out."""
@@ -73,8 +77,7 @@ def batch(seed: int = 1, rows: int = BATCH) -> Tensor:
 
 def gradients(call: Call, steps: int = 3, layers: int = 6) -> list[Tensor]:
     """Losses and gradients of some steps, with SGD's own changes in between."""
-    model = Stack(layers)
-    model.call = call
+    model = Stack(layers, call=call)
     found = []
     torch.manual_seed(7)
     for step in range(steps):
@@ -89,6 +92,49 @@ def gradients(call: Call, steps: int = 3, layers: int = 6) -> list[Tensor]:
                 parameter.grad = None
     found.append(torch.rand(3))  # the random stream goes on as ever
     return found
+
+
+LAYERS, STEPS = 4, 3  # of a sharded stack
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    """Of a batch and a dropout of its own for each seed."""
+    torch.manual_seed(seed)
+    loss: Tensor = model(batch(seed))
+    return loss
+
+
+def trained(
+    world: World,
+    call: Call,
+    micro_batches: int = 1,
+    *,
+    alike: bool = False,
+    failing: Callable[[nn.Module, Optimizer], object] | None = None,
+    **options: Any,
+) -> dict[str, Tensor] | None:
+    """Weights of a sharded stack after some steps, on rank 0. Collective.
+
+    Args:
+        alike: all ranks have the same samples.
+        failing: called before the second step, with the model and its optimizer.
+    """
+    model = Stack(LAYERS, call=call)
+    optimizer = adamw(model)
+    with world.zeroified(model, optimizer, **options):
+        if isinstance(call, Checkpointing):
+            call.join(model)
+        for step in range(STEPS):
+            if step == 1 and failing is not None:
+                failing(model, optimizer)
+                optimizer.zero_grad()
+            for micro in range(micro_batches):
+                rank = 0 if alike else world.rank
+                with hpczero.accumulate(model, micro, micro_batches):
+                    loss_of(model, 1000 * step + 10 * micro + rank).backward()
+            hpczero.clip_grad_norm_(model, 0.5)
+            update(optimizer)
+        return hpczero.full_state_dict(model)
 
 
 def grads(model: nn.Module) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.activations.stacks import (
-    BATCH,
-    INPUT_NBYTES,
-    WIDTH,
-    batch,
-    grads,
-    on_disk,
-    same,
-)
+from tests.activations.stacks import BATCH, INPUT_NBYTES, WIDTH, batch, grads, on_disk, same
 
 
 class Several(nn.Module):
@@ -48,7 +39,7 @@ class Several(nn.Module):
         return y.masked_fill(mask, 0.0) + again, x * 2
 
 
-def test_arguments_of_every_kind_come_as_they_were(tmp_path: Path) -> None:
+def test_arguments_of_every_kind_come_as_they_were(tmp_path):
     found = []
     with on_disk(tmp_path) as checkpointing:
         for call in (checkpointing, torchs_with_kwargs):
@@ -86,7 +77,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE.keys())
-def test_strides_and_alignment_come_back(tmp_path: Path, strange: Any) -> None:
+def test_strides_and_alignment_come_back(tmp_path, strange):
     seen: list[tuple[Any, ...]] = []
 
     def block(x: Tensor) -> Tensor:
@@ -104,7 +95,7 @@ def test_strides_and_alignment_come_back(tmp_path: Path, strange: Any) -> None:
     assert torch.equal(first[3], second[3])
 
 
-def test_an_input_that_is_changed_in_place_is_right_or_torchs_error(tmp_path: Path) -> None:
+def test_an_input_that_is_changed_in_place_is_right_or_torchs_error(tmp_path):
     with on_disk(tmp_path) as checkpointing:
         x = batch().requires_grad_()
         inner = x * 1.0
@@ -126,7 +117,7 @@ def test_an_input_that_is_changed_in_place_is_right_or_torchs_error(tmp_path: Pa
             y.sum().backward()
 
 
-def test_a_keyword_may_have_any_name(tmp_path: Path) -> None:
+def test_a_keyword_may_have_any_name(tmp_path):
     def block(x: Tensor, *, block: int, self: int) -> Tensor:
         return torch.sin(x) * block * self
 

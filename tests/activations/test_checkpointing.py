@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ from tests.helpers.small_models import grad
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_losses_gradients_and_random_streams_are_those_of_torch(place: Any, tmp_path: Path) -> None:
+def test_losses_gradients_and_random_streams_are_those_of_torch(place, tmp_path):
     with place(tmp_path) as checkpointing:
         found = gradients(checkpointing)
         assert checkpointing.traffic.read_nbytes > 0
@@ -45,13 +44,13 @@ def test_losses_gradients_and_random_streams_are_those_of_torch(place: Any, tmp_
 
 @pytest.mark.parametrize("buffers", [2, 3, 4, 9])
 @pytest.mark.parametrize("window", [2**14, 2**20])
-def test_staging_and_horizon_do_not_matter(tmp_path: Path, buffers: int, window: int) -> None:
+def test_staging_and_horizon_do_not_matter(tmp_path, buffers, window):
     with on_disk(tmp_path, buffers=buffers, window=window) as checkpointing:
         assert same(gradients(checkpointing), gradients(plain))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_other_dtypes(tmp_path, dtype):
     found = []
     with on_disk(tmp_path) as checkpointing:
         for call in (checkpointing, torchs):
@@ -64,14 +63,14 @@ def test_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     assert same(*found)
 
 
-def test_traffic_is_every_input_but_the_newest_once_each_way(tmp_path: Path) -> None:
+def test_traffic_is_every_input_but_the_newest_once_each_way(tmp_path):
     with on_disk(tmp_path) as checkpointing:
         gradients(checkpointing, steps=3, layers=6)
         flow = checkpointing.traffic
         assert flow.read_nbytes == flow.written_nbytes == 3 * 5 * INPUT_NBYTES
 
 
-def test_one_input_is_in_memory_at_a_time_and_room_is_taken_again(tmp_path: Path) -> None:
+def test_one_input_is_in_memory_at_a_time_and_room_is_taken_again(tmp_path):
     with on_disk(tmp_path) as checkpointing:
         for _ in range(3):
             gradients(checkpointing, steps=1, layers=6)
@@ -83,7 +82,7 @@ def test_one_input_is_in_memory_at_a_time_and_room_is_taken_again(tmp_path: Path
         assert list(tmp_path.iterdir()) == []
 
 
-def test_dropped_graphs_give_their_room_back(tmp_path: Path) -> None:
+def test_dropped_graphs_give_their_room_back(tmp_path):
     model = Stack()
     with on_disk(tmp_path) as checkpointing:
         model.call = checkpointing
@@ -97,7 +96,7 @@ def test_dropped_graphs_give_their_room_back(tmp_path: Path) -> None:
         assert not store._inputs
 
 
-def test_inputs_of_changing_sizes_do_not_pile_up(tmp_path: Path) -> None:
+def test_inputs_of_changing_sizes_do_not_pile_up(tmp_path):
     model = Stack()
     with on_disk(tmp_path) as checkpointing:
         model.call = checkpointing
@@ -109,13 +108,12 @@ def test_inputs_of_changing_sizes_do_not_pile_up(tmp_path: Path) -> None:
         assert store.tier._end <= 6 * largest * 4096
 
 
-def test_several_micro_batches_in_any_order(tmp_path: Path) -> None:
+def test_several_micro_batches_in_any_order(tmp_path):
     for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
         found = []
         with on_disk(tmp_path) as checkpointing:
             for call in (checkpointing, plain):
-                model = Stack()
-                model.call = call
+                model = Stack(call=call)
                 torch.manual_seed(5)
                 losses = [model(batch(seed)) for seed in range(3)]
                 for index in order:
@@ -124,7 +122,7 @@ def test_several_micro_batches_in_any_order(tmp_path: Path) -> None:
         assert same(*found)
 
 
-def test_no_gradients_nothing_kept(tmp_path: Path) -> None:
+def test_no_gradients_nothing_kept(tmp_path):
     model = Stack()
     with on_disk(tmp_path) as checkpointing:
         model.call = checkpointing
@@ -136,14 +134,11 @@ def test_no_gradients_nothing_kept(tmp_path: Path) -> None:
         assert all(block.calls == 2 for block in model.blocks)
 
 
-def test_graphs_that_stay_give_the_same_again_and_derivatives_of_derivatives(
-    tmp_path: Path,
-) -> None:
+def test_graphs_that_stay_give_the_same_again_and_derivatives_of_derivatives(tmp_path):
     found = []
     with on_disk(tmp_path) as checkpointing:
         for call in (checkpointing, torchs, plain):
-            model = Stack()
-            model.call = call
+            model = Stack(call=call)
             torch.manual_seed(11)
             x = batch().requires_grad_()
             loss = model(x)
@@ -182,7 +177,7 @@ class Nested(nn.Module):
 
 @pytest.mark.parametrize("inner", ["this", "torch", "another"])
 @pytest.mark.parametrize("outer", ["this", "torch"])
-def test_nested_calls(tmp_path: Path, outer: str, inner: str) -> None:
+def test_nested_calls(tmp_path, outer, inner):
     found = []
     with on_disk(tmp_path) as one, on_disk(tmp_path) as two:
         calls = {"this": one, "torch": torchs, "another": two}
@@ -198,13 +193,12 @@ def test_nested_calls(tmp_path: Path, outer: str, inner: str) -> None:
     assert same(found[0], found[2])
 
 
-def test_an_exception_in_a_block_leaves_everything_usable(tmp_path: Path) -> None:
+def test_an_exception_in_a_block_leaves_everything_usable(tmp_path):
     def fails(x: Tensor) -> Tensor:
         raise ZeroDivisionError("of the block")
 
     with on_disk(tmp_path) as checkpointing:
-        model = Stack()
-        model.call = checkpointing
+        model = Stack(call=checkpointing)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError, match="of the block"):
                 checkpointing(fails, model.stem(batch()))
@@ -213,9 +207,7 @@ def test_an_exception_in_a_block_leaves_everything_usable(tmp_path: Path) -> Non
         assert same(gradients(checkpointing), gradients(plain))
 
 
-def test_an_exception_when_a_block_is_computed_again_leaves_everything_usable(
-    tmp_path: Path,
-) -> None:
+def test_an_exception_when_a_block_is_computed_again_leaves_everything_usable(tmp_path):
     class Once(Block):
         def forward(self, x: Tensor) -> Tensor:
             if self.calls == 1:
@@ -238,9 +230,7 @@ def test_an_exception_when_a_block_is_computed_again_leaves_everything_usable(
 
 @pytest.mark.parametrize("policy", [None, keep_products, [torch.ops.aten.addmm.default]])
 @pytest.mark.parametrize("place", [on_disk, on_host, None])
-def test_selective_recomputation_gives_the_same_bits(
-    tmp_path: Path, place: Any, policy: Any
-) -> None:
+def test_selective_recomputation_gives_the_same_bits(tmp_path, place, policy):
     make = Checkpointing.create if place is None else partial(place, tmp_path)
     with make(policy=policy) as checkpointing:
         assert same(gradients(checkpointing), gradients(plain))
@@ -256,11 +246,10 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_selective_recomputation_computes_no_product_twice() -> None:
+def test_selective_recomputation_computes_no_product_twice():
     counts = []
     for call in (torchs, Checkpointing.create(policy=keep_products)):
-        model = Stack(layers=3)
-        model.call = call
+        model = Stack(layers=3, call=call)
         loss = model(batch())
         with Counting() as counting:
             loss.backward()
@@ -268,10 +257,9 @@ def test_selective_recomputation_computes_no_product_twice() -> None:
     assert counts == [2 * 3, 0]
 
 
-def test_backward_on_another_thread(tmp_path: Path) -> None:
+def test_backward_on_another_thread(tmp_path):
     with on_disk(tmp_path) as checkpointing:
-        model = Stack()
-        model.call = checkpointing
+        model = Stack(call=checkpointing)
         torch.manual_seed(7)
         loss = model(batch(0))
         thread = threading.Thread(target=loss.backward)
@@ -285,12 +273,11 @@ def test_backward_on_another_thread(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("compiled", ["model", "blocks"])
-def test_compiled_models_run_it_as_it_is(tmp_path: Path, compiled: str) -> None:
+def test_compiled_models_run_it_as_it_is(tmp_path, compiled):
     found = []
     with on_disk(tmp_path) as checkpointing:
         for call in (checkpointing, plain):
-            model = Stack(layers=3)
-            model.call = call
+            model = Stack(layers=3, call=call)
             if call is checkpointing and compiled == "blocks":
                 for block in model.blocks:
                     block.compile(backend="eager")

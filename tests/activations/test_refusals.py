@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 from hpczero.activations import Checkpointing
 from hpczero.errors import PlanError, TierError
-from tests.activations.stacks import (
-    WIDTH,
-    Stack,
-    batch,
-    on_disk,
-    on_host,
-)
+from tests.activations.stacks import WIDTH, Stack, batch, on_disk, on_host
 
 
-def test_what_saves_nothing_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_what_saves_nothing_is_refused_with_the_reason(tmp_path):
     with pytest.raises(PlanError, match=r"host.*same memory.*nothing would be saved"):
         Checkpointing.create("host")
     with pytest.raises(PlanError, match="without a folder"):
@@ -32,7 +24,7 @@ def test_what_saves_nothing_is_refused_with_the_reason(tmp_path: Path) -> None:
             checkpointing(lambda state: state["x"] * 2, {"x": batch()})
 
 
-def test_inputs_on_another_device_are_refused(tmp_path: Path) -> None:
+def test_inputs_on_another_device_are_refused(tmp_path):
     class Elsewhere(torch.nn.Module):
         pass
 
@@ -42,7 +34,7 @@ def test_inputs_on_another_device_are_refused(tmp_path: Path) -> None:
             checkpointing(nn.Linear(WIDTH, WIDTH), batch())
 
 
-def test_small_inputs_stay_where_they_are(tmp_path: Path) -> None:
+def test_small_inputs_stay_where_they_are(tmp_path):
     with on_disk(tmp_path) as checkpointing:
         x = torch.ones(10, requires_grad=True) * 2
         y = checkpointing(torch.sin, x)
@@ -51,10 +43,9 @@ def test_small_inputs_stay_where_they_are(tmp_path: Path) -> None:
         assert checkpointing.traffic.written_nbytes == 0
 
 
-def test_a_closed_one_is_named(tmp_path: Path) -> None:
+def test_a_closed_one_is_named(tmp_path):
     checkpointing = on_disk(tmp_path)
-    model = Stack()
-    model.call = checkpointing
+    model = Stack(call=checkpointing)
     loss = model(batch())
     checkpointing.close()
     checkpointing.close()
@@ -64,7 +55,7 @@ def test_a_closed_one_is_named(tmp_path: Path) -> None:
         model(batch())
 
 
-def test_descriptions_say_where(tmp_path: Path) -> None:
+def test_descriptions_say_where(tmp_path):
     with on_disk(tmp_path) as disk, on_host(tmp_path) as host:
         assert str(tmp_path) in disk.describe()
         assert "host" in host.describe()
