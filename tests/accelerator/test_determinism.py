@@ -30,13 +30,13 @@ except RuntimeError as error:
 
 
 @pytest.mark.parametrize("given", ["", ":4096:8", ":16:8"])
-def test_workspaces_with_one_order_are_taken_or_kept(given: str) -> None:
+def test_workspaces_with_one_order_are_taken_or_kept(given):
     variables = {"CUBLAS_WORKSPACE_CONFIG": given, "OTHER": "1"}
     fix_cublas_workspace(variables)
     assert variables == {"CUBLAS_WORKSPACE_CONFIG": given or ":4096:8", "OTHER": "1"}
 
 
-def test_a_workspace_without_one_order_is_refused() -> None:
+def test_a_workspace_without_one_order_is_refused():
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
     with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG: got ':0:0', expected :4096:8"):
         fix_cublas_workspace(variables)
@@ -45,7 +45,7 @@ def test_a_workspace_without_one_order_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks")
-def test_an_operation_without_an_order_is_an_error_afterwards() -> None:
+def test_an_operation_without_an_order_is_an_error_afterwards():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -57,9 +57,7 @@ def test_an_operation_without_an_order_is_an_error_afterwards() -> None:
 @pytest.mark.slow
 @pytest.mark.limit(180)
 @pytest.mark.usefixtures("forks")
-def test_the_training_command_refuses_and_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_training_command_refuses_and_runs(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("the same bits in every run\n" * 400)
     options = {

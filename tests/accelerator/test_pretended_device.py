@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.pretended import PretendedDevice, pretended_device
 from tests.helpers.sides import DEVICE, HOST
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # MPI is there for its buffers; what is looked at is one process.
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1)]
@@ -148,7 +145,7 @@ FAULTS: dict[str, tuple[str, Act]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_told_with_its_line(comm: MPI.Intracomm, fault: str) -> None:
+def test_a_fault_is_told_with_its_line(comm, fault):
     pattern, act = FAULTS[fault]
     with pretended_device() as device:
         x = device.accelerator.bring(on_host())
@@ -194,13 +191,13 @@ RIGHT: dict[str, Act] = {
 
 
 @pytest.mark.parametrize("act", RIGHT.values(), ids=RIGHT.keys())
-def test_what_a_device_does_is_not_told(comm: MPI.Intracomm, act: Act) -> None:
+def test_what_a_device_does_is_not_told(comm, act):
     with pretended_device() as device:
         act(device, device.accelerator.bring(on_host()))
     assert not device.faults
 
 
-def test_what_is_made_of_a_tensor_is_where_it_is(comm: MPI.Intracomm) -> None:
+def test_what_is_made_of_a_tensor_is_where_it_is(comm):
     with pretended_device() as device:
         source = on_host()
         x = device.accelerator.bring(source)
@@ -243,7 +240,7 @@ WAITS: dict[str, tuple[dict[str, int], Act]] = {
 
 
 @pytest.mark.parametrize("what", WAITS)
-def test_waits_of_the_host_are_counted(comm: MPI.Intracomm, what: str) -> None:
+def test_waits_of_the_host_are_counted(comm, what):
     expected, act = WAITS[what]
     with pretended_device() as device:
         x = device.accelerator.bring(on_host())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +18,9 @@ import hpczero
 from hpczero import Offload
 from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.optim import AdamW8bit
-from tests.helpers.parallel import parallel_assert
 from tests.helpers.pretended import pretended_device
 from tests.helpers.small_models import tiny_gpt, tiny_tokens
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.world import World
 
 pytestmark = pytest.mark.mpi
 
@@ -43,11 +38,11 @@ Left = tuple[list[float], dict[str, Tensor] | None]
 
 
 class Training:
-    """A small GPT in training on one device. Collective over the topology's world."""
+    """A small GPT in training on one device. Collective."""
 
     def __init__(
         self,
-        topology: Topology,
+        world: World,
         accelerator: Accelerator,
         *,
         make: str = "AdamW fused",
@@ -56,9 +51,9 @@ class Training:
     ) -> None:
         self.model = tiny_gpt()
         self.optimizer = MAKERS[make](self.model.parameters())
-        self._rank, self._accelerator, self._clip = topology.rank, accelerator, clip
-        options = {"topology": topology, "device": accelerator, **options}
-        hpczero.zeroify(self.model, self.optimizer, **options)
+        self._rank, self._accelerator, self._clip = world.rank, accelerator, clip
+        where: dict[str, Any] = {"topology": world.topology, "device": accelerator}
+        hpczero.zeroify(self.model, self.optimizer, **where | options)
 
     def step(self, number: int) -> Tensor:
         """One, and its loss, which nobody has asked for yet."""
@@ -92,24 +87,26 @@ class Training:
         return weights
 
 
-def trained(topology: Topology, accelerator: Accelerator, **options: Any) -> Left:
+def trained(world: World, accelerator: Accelerator, **options: Any) -> Left:
     """What some steps leave."""
-    training = Training(topology, accelerator, **options)
+    training = Training(world, accelerator, **options)
     return training.steps(), training.end()
 
 
-def check(comm: MPI.Intracomm, run: Callable[[Accelerator], Left]) -> None:
-    """``run`` on a device has no fault, and leaves the host's bits. Collective over ``comm``."""
+def check(world: World, run: Callable[[Accelerator], Left]) -> None:
+    """``run`` on a device has no fault, and leaves the host's bits. Collective."""
     with pretended_device() as device:
         losses, weights = run(device.accelerator)
-    parallel_assert(comm, not device.faults, "\n".join(device.faults))
+    world.check(not device.faults, "\n".join(device.faults))
     expected, its_weights = run(HostAccelerator())
+    world.check_state(weights, its_weights)
     same = [loss.hex() for loss in losses] == [loss.hex() for loss in expected]
-    if weights is not None and its_weights is not None:
-        same = same and all(
-            torch.equal(value, its_weights[name]) for name, value in weights.items()
-        )
-    parallel_assert(comm, same and math.isfinite(sum(losses)), f"{losses}, on the host {expected}")
+    world.check(same and math.isfinite(sum(losses)), f"{losses}, on the host {expected}")
+
+
+def check_trained(world: World, **options: Any) -> None:
+    """The same of a training."""
+    check(world, lambda accelerator: trained(world, accelerator, **options))
 
 
 @pytest.mark.ranks(1)
@@ -117,58 +114,40 @@ def check(comm: MPI.Intracomm, run: Callable[[Accelerator], Left]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_one_rank(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    precision: str,
-    make: str,
-    clip: float | None,
-) -> None:
-    options = {"stage": stage, "precision": precision, "make": make, "clip": clip}
-    check(comm, lambda device: trained(topology, device, **options))
+def test_one_rank(world: World, stage, precision, make, clip):
+    check_trained(world, stage=stage, precision=precision, make=make, clip=clip)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("transport", ["flat", "hierarchical", "ipc", "auto"])
 @pytest.mark.parametrize("make", ["AdamW fused", "AdamW 8 bits"])
-def test_two_ranks(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str, make: str
-) -> None:
-    options = {
-        "stage": stage,
-        "precision": "bf16",
-        "transport": transport,
-        "make": make,
-        "clip": 0.5,
-    }
-    check(comm, lambda device: trained(topology, device, **options))
+def test_two_ranks(world: World, stage, transport, make):
+    options = {"stage": stage, "transport": transport, "make": make}
+    check_trained(world, **options, precision="bf16", clip=0.5)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_two_nodes(comm: MPI.Intracomm, stage: int, precision: str) -> None:
+def test_two_nodes(comm, stage, precision):
     """What travels between them does so on a thread of its own."""
-    topology = hpczero.Topology.create(comm, nodes=[0, 1])
-    options = {"stage": stage, "precision": precision, "transport": "hierarchical", "clip": 0.5}
-    check(comm, lambda device: trained(topology, device, **options))
-    topology.free()
+    world = World(comm, hpczero.Topology.create(comm, nodes=[0, 1]))
+    options = {"stage": stage, "precision": precision, "transport": "hierarchical"}
+    check_trained(world, **options, clip=0.5)
+    world.topology.free()
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("make", ["AdamW fused", "AdamW 8 bits"])
-def test_saved_and_loaded(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, make: str
-) -> None:
+def test_saved_and_loaded(world: World, folder, stage, make):
     def run(accelerator: Accelerator) -> Left:
-        training = Training(topology, accelerator, make=make, stage=stage, precision="bf16")
+        training = Training(world, accelerator, make=make, stage=stage, precision="bf16")
         losses = training.steps() + training.save_and_load(folder / type(accelerator).__name__)
         return losses, training.end()
 
-    check(comm, run)
+    check(world, run)
 
 
 @pytest.mark.ranks(1, 2)
@@ -177,43 +156,35 @@ def test_saved_and_loaded(
     [(1, "device"), (3, "device"), (2, "host"), (3, "host"), (2, "host, delayed")],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_rests_in_memory_of_the_host(
-    comm: MPI.Intracomm, topology: Topology, parts: int, step: str, precision: str
-) -> None:
+def test_what_rests_in_memory_of_the_host(world: World, parts, step, precision):
     """State of the optimizer, gradients too, parameters too."""
     side, _, delayed = step.partition(", ")
     names = ("optimizer", "gradients", "parameters")
     where: Any = dict.fromkeys(names[:parts], "host")
-    how: Any = {"window": 2**14, "buffers": 4, "step": side, "delayed": bool(delayed)}
-    offload = Offload(**where, **how)
-    options = {"stage": 3, "precision": precision, "offload": offload, "clip": 0.5}
-    check(comm, lambda device: trained(topology, device, **options))
+    offload = Offload(**where, window=2**14, buffers=4, step=side, delayed=bool(delayed))
+    check_trained(world, stage=3, precision=precision, offload=offload, clip=0.5)
 
 
 # --- the tests above can fail
 
 
 @pytest.mark.ranks(1)
-def test_a_batch_that_was_left_on_the_host_is_told(
-    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_was_left_on_the_host_is_told(world: World, monkeypatch):
     with pretended_device() as device:
         monkeypatch.setattr(device.accelerator, "bring", lambda tensor: tensor)
-        trained(topology, device.accelerator)
+        trained(world, device.accelerator)
     assert any("aten.embedding" in fault for fault in device.faults)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["flat", "hierarchical"])
-def test_an_mpi_that_is_given_addresses_is_told(
-    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
+def test_an_mpi_that_is_given_addresses_is_told(world: World, monkeypatch, transport):
     """It is told to know devices, so this is what it should be given."""
     monkeypatch.setenv("HPCZERO_GPU_AWARE", "1")
     with pretended_device() as device:
-        trained(topology, device.accelerator, transport=transport)
+        trained(world, device.accelerator, transport=transport)
     told = any("MPI is given memory of the device" in fault for fault in device.faults)
-    parallel_assert(comm, told, "\n".join(device.faults))
+    world.check(told, "\n".join(device.faults))
 
 
 # --- waits
@@ -223,14 +194,10 @@ def test_an_mpi_that_is_given_addresses_is_told(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_the_host_waits_once_a_step(
-    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str, clip: float | None
-) -> None:
+def test_the_host_waits_once_a_step(world: World, stage, precision, clip):
     """For the norm, or for whether gradients are finite."""
     with pretended_device() as device:
-        training = Training(
-            topology, device.accelerator, clip=clip, stage=stage, precision=precision
-        )
+        training = Training(world, device.accelerator, clip=clip, stage=stage, precision=precision)
         for number in range(3):  # which make the optimizer's state, and see where it lies
             device.waits.clear()
             training.step(number)
