@@ -28,14 +28,14 @@ def content(nbytes: int) -> Tensor:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 800, 8 * CHUNK, 8 * CHUNK + 13, 24 * CHUNK])
-def test_it_is_what_whole_numbers_give(nbytes: int) -> None:
+def test_it_is_what_whole_numbers_give(nbytes):
     flat = content(nbytes)
     filled = bytes(flat.tolist()) + bytes(-nbytes % 8)
     words = [int.from_bytes(filled[at : at + 8], "little") for at in range(0, len(filled), 8)]
     assert digest_of_bits(flat).item() == splitmix(words)
 
 
-def test_any_bit_and_any_exchange_of_words_changes_it() -> None:
+def test_any_bit_and_any_exchange_of_words_changes_it():
     flat = torch.zeros(1024)
     flat[::2] = 1.0  # few different words, as activations may have
     flat[7], flat[500] = 2.0, 4.0
@@ -52,7 +52,7 @@ def test_any_bit_and_any_exchange_of_words_changes_it() -> None:
     assert len(found) == 1 + 28 + 3
 
 
-def test_half_numbers_and_nan_count_by_their_bits() -> None:
+def test_half_numbers_and_nan_count_by_their_bits():
     flat = torch.full((9,), torch.nan, dtype=torch.bfloat16)
     other = flat.clone()
     other.view(torch.int16)[4] ^= 1

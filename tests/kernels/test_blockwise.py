@@ -47,7 +47,7 @@ def odd_values() -> dict[str, Tensor]:
 
 @CODECS
 @pytest.mark.parametrize("name", odd_values())
-def test_encoding_what_was_decoded_changes_no_bit(codec: Codec, name: str) -> None:
+def test_encoding_what_was_decoded_changes_no_bit(codec, name):
     values = odd_values()[name]
     words = coded(values, codec)
     found = decoded(words, codec, values.numel())
@@ -56,7 +56,7 @@ def test_encoding_what_was_decoded_changes_no_bit(codec: Codec, name: str) -> No
 
 
 @CODECS
-def test_a_value_becomes_the_nearest_level_of_its_block(codec: Codec) -> None:
+def test_a_value_becomes_the_nearest_level_of_its_block(codec):
     values = odd_values()["normal"]
     found = decoded(coded(values, codec), codec, values.numel())
     levels = torch.arange(-127, 128) / 127 if codec.bits == 8 else torch.tensor(NF4)
@@ -67,7 +67,7 @@ def test_a_value_becomes_the_nearest_level_of_its_block(codec: Codec) -> None:
 
 
 @CODECS
-def test_the_largest_of_a_block_stays_exactly(codec: Codec) -> None:
+def test_the_largest_of_a_block_stays_exactly(codec):
     values = odd_values()["normal"].abs()
     found = decoded(coded(values, codec), codec, values.numel())
     assert torch.equal(found.view(-1, BLOCK).amax(1), values.view(-1, BLOCK).amax(1))
@@ -75,9 +75,7 @@ def test_the_largest_of_a_block_stays_exactly(codec: Codec) -> None:
 
 @CODECS
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
-def test_a_block_with_a_value_that_is_not_finite_is_nan_and_no_other(
-    codec: Codec, odd: float
-) -> None:
+def test_a_block_with_a_value_that_is_not_finite_is_nan_and_no_other(codec, odd):
     values = odd_values()["normal"][: 3 * BLOCK].clone()
     values[BLOCK + 5] = odd
     found = decoded(coded(values, codec), codec, values.numel()).view(3, BLOCK)
@@ -88,7 +86,7 @@ def test_a_block_with_a_value_that_is_not_finite_is_nan_and_no_other(
 
 @CODECS
 @pytest.mark.parametrize("numel", [BLOCK, 5 * BLOCK, 2**18 + BLOCK])
-def test_shards_are_decoded_as_each_alone_and_rounded_once(codec: Codec, numel: int) -> None:
+def test_shards_are_decoded_as_each_alone_and_rounded_once(codec, numel):
     generator = torch.Generator().manual_seed(6)
     shards = [torch.randn(numel, generator=generator) for _ in range(3)]
     words = torch.stack([coded(shard, codec) for shard in shards])
@@ -98,7 +96,7 @@ def test_shards_are_decoded_as_each_alone_and_rounded_once(codec: Codec, numel: 
         assert torch.equal(row, decoded(mine, codec, numel).bfloat16())
 
 
-def test_bytes_per_element() -> None:
+def test_bytes_per_element():
     assert Codec("int8").nbytes(6400) == 6400 * 1.0625
     assert Codec("nf4").nbytes(6400) == 6400 * 0.5625
     assert coded(torch.zeros(6400), Codec("nf4")).nbytes == Codec("nf4").nbytes(6400)

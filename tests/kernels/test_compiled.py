@@ -46,9 +46,7 @@ def variants() -> list[Variant]:
 @pytest.mark.limit(180)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", sorted(NAMES.values()))
-def test_every_sum_compiles_into_little_code_and_registers_alone(
-    nvrtc: Nvrtc, architecture: str, dtype: str
-) -> None:
+def test_every_sum_compiles_into_little_code_and_registers_alone(nvrtc, architecture, dtype):
     """In the core each for one architecture, all of them in turn; a thousand take minutes."""
     every = variants()
     mine = every if EVERYTHING else every[ARCHITECTURES.index(architecture) :: len(ARCHITECTURES)]
@@ -73,15 +71,15 @@ extern "C" __global__ void keeps(float* out, int at) {
 """
 
 
-def test_local_memory_of_a_kernel_that_has_some_is_seen(nvrtc: Nvrtc) -> None:
+def test_local_memory_of_a_kernel_that_has_some_is_seen(nvrtc):
     assert nvrtc.compile(SPILLS, "sm_80").local_nbytes >= 1200
 
 
-def test_an_addition_that_flushes_is_seen(nvrtc: Nvrtc) -> None:
+def test_an_addition_that_flushes_is_seen(nvrtc):
     plain = 'extern "C" __global__ void adds(float* out) { out[0] = out[1] + out[2]; }'
     assert nvrtc.compile(plain, "sm_90").flushes
 
 
-def test_what_does_not_compile_is_told_with_the_compilers_words(nvrtc: Nvrtc) -> None:
+def test_what_does_not_compile_is_told_with_the_compilers_words(nvrtc):
     with pytest.raises(CompileError, match="broken"):
         nvrtc.compile('extern "C" __global__ void f() { broken; }', "sm_80")

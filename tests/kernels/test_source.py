@@ -63,9 +63,7 @@ def addresses(tensors: Sequence[Tensor]) -> list[ctypes.c_void_p]:
     ("dtype", "node_dtype"),
     [("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"), ("bf16", "fp16")],
 )
-def test_every_bit_is_that_of_the_torch_twin(
-    compiler: str, tmp_path: Path, dtype: str, node_dtype: str, aligned: bool
-) -> None:
+def test_every_bit_is_that_of_the_torch_twin(compiler, tmp_path, dtype, node_dtype, aligned):
     for number, groups in enumerate(GROUPS):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -103,9 +101,7 @@ def test_every_bit_is_that_of_the_torch_twin(
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_rows_with_gaps_have_the_bits_of_the_torch_twin(
-    compiler: str, tmp_path: Path, dtype: str, aligned: bool
-) -> None:
+def test_rows_with_gaps_have_the_bits_of_the_torch_twin(compiler, tmp_path, dtype, aligned):
     """What lies between the rows is neither read into a sum nor written."""
     groups, gap = [range(3)], 8 if aligned else 3
     source = tree_sum_source(groups, dtype, "fp32", aligned=aligned, cuda=False, several_rows=True)
@@ -128,7 +124,7 @@ def test_rows_with_gaps_have_the_bits_of_the_torch_twin(
         assert torch.equal(expected.isnan(), found.isnan())
 
 
-def test_cuda_text_differs_from_the_tested_one_in_loops_and_intrinsics_alone() -> None:
+def test_cuda_text_differs_from_the_tested_one_in_loops_and_intrinsics_alone():
     """What is summed, in which order, and what is loaded and stored, is the same text."""
     for aligned in (True, False):
         cuda, host = (

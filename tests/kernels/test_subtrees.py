@@ -58,27 +58,25 @@ def check(sizes: list[int], dtype: torch.dtype, node_dtype: torch.dtype, most: i
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(4, 9),
 )
-def test_the_bits_are_those_of_one_sum(
-    sizes: list[int], dtype: torch.dtype, node_dtype: torch.dtype, most: int
-) -> None:
+def test_the_bits_are_those_of_one_sum(sizes, dtype, node_dtype, most):
     check(sizes, dtype, node_dtype, most)
 
 
 @pytest.mark.parametrize(
     "sizes", [[33], [400], [2049], [1] * 33, [1] * 1100, [8] * 50, [4] * 100, [7, 3] * 20, [40, 1]]
 )
-def test_the_bits_are_those_of_one_sum_on_many_ranks(sizes: list[int]) -> None:
+def test_the_bits_are_those_of_one_sum_on_many_ranks(sizes):
     check(sizes, torch.bfloat16, torch.bfloat16, MOST_BLOCKS)
 
 
-def test_few_blocks_are_one_launch_and_many_groups_are_read_once() -> None:
+def test_few_blocks_are_one_launch_and_many_groups_are_read_once():
     assert levels([range(20), range(20, 32)], 32) == ((((*range(20),), (*range(20, 32),)),),)
     first, second = levels([range(8 * n, 8 * n + 8) for n in range(8)], 32)
     assert [len(launch) for launch in first] == [4, 4]  # nodes summed, rounded and added at once
     assert second == (((0, 1),),)
 
 
-def test_a_launch_that_cannot_be_made_leaves_the_sum_as_it_was() -> None:
+def test_a_launch_that_cannot_be_made_leaves_the_sum_as_it_was():
     out = torch.ones(NUMEL)
     asked: list[Launch] = []
 

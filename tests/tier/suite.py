@@ -71,12 +71,12 @@ class TierSuite:
     # --- bytes
 
     @pytest.mark.parametrize("nbytes", SIZES)
-    def test_part_of_any_size_comes_back(self, tier: Tier, nbytes: int) -> None:
+    def test_part_of_any_size_comes_back(self, tier, nbytes):
         place = tier.reserve(Record("r", {PART: nbytes}))
         put(tier, place, {PART: content(nbytes, 1)})
         assert torch.equal(get(tier, place, PART)[PART], content(nbytes, 1))
 
-    def test_parts_lie_beside_one_another_and_are_views_of_any_dtype(self, tier: Tier) -> None:
+    def test_parts_lie_beside_one_another_and_are_views_of_any_dtype(self, tier):
         sizes = {"a": 4 * 1001, "b": 0, "c": 2 * 3}
         place = tier.reserve(Record("r", sizes))
         staged = tier.fetch(place, (), fresh=sizes).wait()
@@ -89,7 +89,7 @@ class TierSuite:
         assert again["a"].view(torch.float32).tolist() == [1.5] * 1001
         assert again["c"].view(torch.bfloat16).tolist() == [2.0] * 3
 
-    def test_some_parts_are_read_others_written_and_the_rest_stays(self, tier: Tier) -> None:
+    def test_some_parts_are_read_others_written_and_the_rest_stays(self, tier):
         place = tier.reserve(Record("r", dict.fromkeys("abc", 5000)))
         put(tier, place, {name: content(5000, i) for i, name in enumerate("abc")})
         staged = tier.fetch(place, ["c"], fresh=["a"]).wait()
@@ -100,20 +100,20 @@ class TierSuite:
         for name, seed in (("a", 2), ("b", 1), ("c", 2)):
             assert torch.equal(found[name], content(5000, seed)), name
 
-    def test_fetch_sees_what_is_still_being_written(self, tier: Tier) -> None:
+    def test_fetch_sees_what_is_still_being_written(self, tier):
         place = tier.reserve(Record("r", {PART: 2**21 + 5}))
         for turn in range(10):
             put(tier, place, {PART: content(2**21 + 5, turn)})
             assert torch.equal(get(tier, place, PART)[PART], content(2**21 + 5, turn))
 
-    def test_last_of_several_writes_stays(self, tier: Tier) -> None:
+    def test_last_of_several_writes_stays(self, tier):
         place = tier.reserve(Record("r", {PART: 2**20}))
         for turn in range(10):
             put(tier, place, {PART: content(2**20, turn)})
         tier.drain()
         assert torch.equal(get(tier, place, PART)[PART], content(2**20, 9))
 
-    def test_write_does_not_overtake_an_earlier_read(self, tier: Tier) -> None:
+    def test_write_does_not_overtake_an_earlier_read(self, tier):
         place = tier.reserve(Record("r", {PART: 2**20}))
         put(tier, place, {PART: content(2**20, 0)})
         for turn in range(10):
@@ -125,7 +125,7 @@ class TierSuite:
             assert torch.equal(found[PART], content(2**20, turn)), turn
             tier.evict(found, ())
 
-    def test_more_places_than_blocks(self, tier: Tier) -> None:
+    def test_more_places_than_blocks(self, tier):
         places = [tier.reserve(Record(f"r{i}", {PART: 100_000 + i})) for i in range(4 * BLOCKS)]
         for i, place in enumerate(places):
             put(tier, place, {PART: content(100_000 + i, i)})
@@ -140,7 +140,7 @@ class TierSuite:
         for i, place in enumerate(places):
             assert torch.equal(get(tier, place, PART)[PART], content(100_000 + i, i) + 1), i
 
-    def test_any_order_of_calls_gives_what_was_evicted_last(self, tmp_path: Path) -> None:
+    def test_any_order_of_calls_gives_what_was_evicted_last(self, tmp_path):
         @given(actions=ACTIONS, sizes=st.tuples(*[st.integers(0, 20_000)] * 3))
         @settings(max_examples=25)
         def any_order(actions, sizes) -> None:
@@ -168,7 +168,7 @@ class TierSuite:
 
     # --- room that is given back
 
-    def test_room_that_was_given_back_is_taken_again(self, tier: Tier) -> None:
+    def test_room_that_was_given_back_is_taken_again(self, tier):
         places: list[Place] = []
         for turn in range(30):
             if len(places) == 4:
@@ -184,7 +184,7 @@ class TierSuite:
         if isinstance(tier, StagedTier):
             assert tier._end <= 6 * 2**20  # and not 30 times as much
 
-    def test_what_is_written_anew_comes_after_what_was_under_way_there(self, tier: Tier) -> None:
+    def test_what_is_written_anew_comes_after_what_was_under_way_there(self, tier):
         first = tier.reserve(Record("r", {PART: 2**20}))
         put(tier, first, {PART: content(2**20, 0)})
         for turn in range(20):
@@ -199,7 +199,7 @@ class TierSuite:
                 tier.fetch(first, [PART])
             put(tier, first, {PART: content(2**20, turn + 1)})
 
-    def test_a_place_that_was_released_is_refused(self, tier: Tier) -> None:
+    def test_a_place_that_was_released_is_refused(self, tier):
         place = tier.reserve(Record("r", {PART: 7}))
         put(tier, place, {PART: content(7, 0)})
         tier.release(place)
@@ -210,7 +210,7 @@ class TierSuite:
 
     # --- accounts
 
-    def test_traffic_counts_bytes_of_parts_exactly(self, tier: Tier) -> None:
+    def test_traffic_counts_bytes_of_parts_exactly(self, tier):
         place = tier.reserve(Record("r", {"a": 4097, "b": 10}))
         put(tier, place, {"a": content(4097, 0), "b": content(10, 1)})
         get(tier, place, "b")
@@ -224,20 +224,20 @@ class TierSuite:
         assert total.waited_s >= 0
         assert tier.traffic["nobody"].read_nbytes == 0
 
-    def test_staging_is_the_same_however_much_rests(self, tier: Tier) -> None:
+    def test_staging_is_the_same_however_much_rests(self, tier):
         before = tier.staging_nbytes
         for i in range(20):
             put(tier, tier.reserve(Record(f"r{i}", {PART: 2**20})), {PART: content(2**20, i)})
         tier.drain()
         assert tier.staging_nbytes == before
 
-    def test_description_is_one_line(self, tier: Tier) -> None:
+    def test_description_is_one_line(self, tier):
         assert tier.describe()
         assert "\n" not in tier.describe()
 
     # --- refusals
 
-    def test_part_without_content_is_refused(self, tier: Tier) -> None:
+    def test_part_without_content_is_refused(self, tier):
         place = tier.reserve(Record("blocks.3", {"a": 10, "b": 10}))
         with pytest.raises(TierError, match=r"blocks\.3.*'a'.*no content"):
             tier.fetch(place, ["a"])
@@ -247,7 +247,7 @@ class TierSuite:
             tier.fetch(place, ["a", "b"])
         assert torch.equal(get(tier, place, "a")["a"], content(10, 0))
 
-    def test_wrong_names_and_twice_evicted_are_refused(self, tier: Tier) -> None:
+    def test_wrong_names_and_twice_evicted_are_refused(self, tier):
         place = tier.reserve(Record("r", {"a": 10, "b": 10}))
         put(tier, place, {"a": content(10, 0), "b": content(10, 1)})
         for read, fresh in ((["x"], []), (["a", "a"], []), ([], ["x"]), (["a"], ["a"])):
@@ -263,13 +263,13 @@ class TierSuite:
             staged["a"]
         assert not staged.held
 
-    def test_place_of_another_tier_is_refused(self, tier: Tier, tmp_path: Path) -> None:
+    def test_place_of_another_tier_is_refused(self, tier, tmp_path):
         with type(self).make(tmp_path, BLOCKS, BLOCK_NBYTES) as other:
             place = other.reserve(Record("r", {PART: 1}))
             with pytest.raises(TierError, match="another tier"):
                 tier.fetch(place, (), fresh=[PART])
 
-    def test_request_beyond_a_block_names_both_sizes(self, tier: Tier) -> None:
+    def test_request_beyond_a_block_names_both_sizes(self, tier):
         place = tier.reserve(Record("r", {"a": BLOCK_NBYTES, "b": 1}))
         put(tier, place, {"a": content(BLOCK_NBYTES, 0)})
         put(tier, place, {"b": content(1, 1)})
@@ -277,7 +277,7 @@ class TierSuite:
             tier.fetch(place, ["a", "b"])
         assert torch.equal(get(tier, place, "a")["a"], content(BLOCK_NBYTES, 0))
 
-    def test_waiting_for_a_block_that_nobody_gives_back_is_refused(self, tier: Tier) -> None:
+    def test_waiting_for_a_block_that_nobody_gives_back_is_refused(self, tier):
         place = tier.reserve(Record("r", {PART: 8}))
         put(tier, place, {PART: content(8, 0)})
         held = [tier.fetch(place, [PART]).wait() for _ in range(BLOCKS)]
@@ -286,14 +286,14 @@ class TierSuite:
         tier.evict(held[0], [PART])
         assert torch.equal(get(tier, place, PART)[PART], content(8, 0))
 
-    def test_records_of_nothing_or_of_negative_size_are_refused(self) -> None:
+    def test_records_of_nothing_or_of_negative_size_are_refused(self):
         for parts in ({}, {"a": -1}, {str(i): 1 for i in range(17)}):
             with pytest.raises(TierError, match="expected"):
                 Record("r", parts)
 
     # --- ends
 
-    def test_close_is_final_and_harmless_twice(self, tmp_path: Path) -> None:
+    def test_close_is_final_and_harmless_twice(self, tmp_path):
         alive = lanes_alive()
         tier = type(self).make(tmp_path, BLOCKS, BLOCK_NBYTES)
         place = tier.reserve(Record("r", {PART: 2**20}))
@@ -315,7 +315,7 @@ class TierSuite:
             with pytest.raises(TierError, match="closed"):
                 call()
 
-    def test_forgotten_tier_ends_its_threads(self, tmp_path: Path) -> None:
+    def test_forgotten_tier_ends_its_threads(self, tmp_path):
         before = set(threading.enumerate())
         tier = type(self).make(tmp_path, BLOCKS, BLOCK_NBYTES)
         fresh = set(threading.enumerate()) - before

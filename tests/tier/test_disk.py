@@ -80,7 +80,7 @@ def descriptors() -> set[str]:
     return found
 
 
-def test_file_has_no_name_its_room_is_there_at_once_and_goes_with_it(tmp_path: Path) -> None:
+def test_file_has_no_name_its_room_is_there_at_once_and_goes_with_it(tmp_path):
     before = descriptors()
     tier = disk(tmp_path)
     (fd,) = descriptors() - before
@@ -96,7 +96,7 @@ def test_file_has_no_name_its_room_is_there_at_once_and_goes_with_it(tmp_path: P
     assert descriptors() == before
 
 
-def test_bytes_go_past_the_cache_where_the_file_system_can(tmp_path: Path) -> None:
+def test_bytes_go_past_the_cache_where_the_file_system_can(tmp_path):
     trial = tmp_path / "trial"
     trial.touch()
     able = direct.open_direct(trial)
@@ -110,9 +110,7 @@ def test_bytes_go_past_the_cache_where_the_file_system_can(tmp_path: Path) -> No
         assert "past the kernel's cache" in tier.describe()
 
 
-def test_alignment_grows_until_a_trial_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alignment_grows_until_a_trial_works(tmp_path, monkeypatch):
     real, tried = os.pwritev, []
 
     def wants_16k(fd: int, views: list[memoryview], offset: int) -> int:
@@ -128,9 +126,7 @@ def test_alignment_grows_until_a_trial_works(
         assert os.fstat(file.fileno()).st_size == 0
 
 
-def test_trial_that_gives_other_bytes_means_no_direct_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_that_gives_other_bytes_means_no_direct_calls(tmp_path, monkeypatch):
     real = os.preadv
 
     def lies(fd: int, views: list[memoryview], offset: int) -> int:
@@ -145,9 +141,7 @@ def test_trial_that_gives_other_bytes_means_no_direct_calls(
         assert fcntl.fcntl(file.fileno(), fcntl.F_GETFL) == before
 
 
-def test_file_system_without_direct_calls_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_system_without_direct_calls_is_told_once(tmp_path, monkeypatch):
     monkeypatch.setattr(direct, "_works", lambda fd, alignment: False)
     told: list[str] = []
     with disk(tmp_path, tell=told.append) as tier:
@@ -163,9 +157,7 @@ def test_file_system_without_direct_calls_is_told_once(
 # --- refusals
 
 
-def test_folders_in_memory_and_missing_ones_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_in_memory_and_missing_ones_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is no folder"):
         disk(tmp_path / "missing")
     for kind in ("tmpfs", "ramfs"):
@@ -174,7 +166,7 @@ def test_folders_in_memory_and_missing_ones_are_refused(
             disk(tmp_path)
 
 
-def test_real_tmpfs_is_refused() -> None:
+def test_real_tmpfs_is_refused():
     folder = Path("/dev/shm")
     if direct.filesystem_of(folder) != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
@@ -182,9 +174,7 @@ def test_real_tmpfs_is_refused() -> None:
         disk(folder)
 
 
-def test_folder_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     def denied(*args, **named) -> int:
         raise OSError(errno.EROFS, "")
 
@@ -193,9 +183,7 @@ def test_folder_that_cannot_be_written_is_named(
         disk(tmp_path)
 
 
-def test_no_room_names_bytes_and_gives_back_what_it_took(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_names_bytes_and_gives_back_what_it_took(tmp_path, monkeypatch):
     real = os.posix_fallocate
     before = descriptors()
     with disk(tmp_path) as tier:
@@ -221,7 +209,6 @@ def test_no_room_names_bytes_and_gives_back_what_it_took(
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from typing import Any
 from hpczero.errors import TierError
 from hpczero.tier import DiskTier, Record
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
@@ -234,7 +221,7 @@ with DiskTier(Path(sys.argv[1]), blocks=1, block_nbytes=2**20) as tier:
 """
 
 
-def test_limit_of_the_system_on_files_is_an_error_at_reserve(tmp_path: Path) -> None:
+def test_limit_of_the_system_on_files_is_an_error_at_reserve(tmp_path):
     done = run_command([sys.executable, "-c", LIMITED, tmp_path], timeout=60)
     assert done.returncode == 0, done
     assert "no room for 1,048,576 bytes beyond 524,288" in done.stdout
@@ -245,9 +232,7 @@ def test_limit_of_the_system_on_files_is_an_error_at_reserve(tmp_path: Path) -> 
     ("call", "doing", "name"),
     [("pwritev", "writing", "ENOSPC"), ("pwritev", "writing", "EIO"), ("preadv", "reading", "EIO")],
 )
-def test_errors_of_the_disk_name_file_place_and_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, doing: str, name: str
-) -> None:
+def test_errors_of_the_disk_name_file_place_and_bytes(tmp_path, monkeypatch, call, doing, name):
     real, number = getattr(os, call), getattr(errno, name)
 
     def fails(fd: int, views: list[memoryview], offset: int) -> int:
@@ -274,9 +259,7 @@ def test_errors_of_the_disk_name_file_place_and_bytes(
 
 
 @pytest.mark.parametrize("direct_calls", [True, False])
-def test_calls_that_come_short_go_on_or_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_calls: bool
-) -> None:
+def test_calls_that_come_short_go_on_or_are_named(tmp_path, monkeypatch, direct_calls):
     if not direct_calls:
         monkeypatch.setattr(disk_module, "make_direct", lambda fd: 0)
     with disk(tmp_path, tell=lambda text: None) as tier:
@@ -299,7 +282,7 @@ def test_calls_that_come_short_go_on_or_are_named(
             assert torch.equal(get(tier, place, PART)[PART], content(40_960, 0))
 
 
-def test_file_that_was_cut_is_a_short_read(tmp_path: Path) -> None:
+def test_file_that_was_cut_is_a_short_read(tmp_path):
     before = descriptors()
     with disk(tmp_path) as tier:
         (fd,) = descriptors() - before
@@ -316,7 +299,6 @@ def test_file_that_was_cut_is_a_short_read(tmp_path: Path) -> None:
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from typing import Any
 from hpczero.tier import DiskTier, Record
 tier = DiskTier(Path(sys.argv[1]), blocks=2, block_nbytes=2**20)
 places = [tier.reserve(Record(str(i), {"a": 2**20})) for i in range(64)]
@@ -328,7 +310,7 @@ while True:
 
 
 @pytest.mark.fresh
-def test_killed_process_leaves_no_file_and_no_room_taken(tmp_path: Path) -> None:
+def test_killed_process_leaves_no_file_and_no_room_taken(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, cwd=ROOT
     )
@@ -341,9 +323,7 @@ def test_killed_process_leaves_no_file_and_no_room_taken(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_name_left_by_a_kill_between_making_and_unlinking_goes_with_the_next_start(
-    tmp_path: Path,
-) -> None:
+def test_name_left_by_a_kill_between_making_and_unlinking_goes_with_the_next_start(tmp_path):
     old = tmp_path / "hpczero-tier-node01-77-0123456789abcdef"
     young = tmp_path / "hpczero-tier-node01-78-0123456789abcdef"
     other = tmp_path / "hpczero-tier-notes.txt"
@@ -358,7 +338,6 @@ def test_name_left_by_a_kill_between_making_and_unlinking_goes_with_the_next_sta
 RESIDENT = """
 import sys
 from pathlib import Path
-from typing import Any
 from hpczero.tier import DiskTier, Record
 count = int(sys.argv[2])
 def resident():
@@ -379,7 +358,7 @@ with DiskTier(Path(sys.argv[1]), blocks=3, block_nbytes=2**20) as tier:
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_memory_does_not_grow_with_what_rests(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_what_rests(tmp_path):
     grown = []
     for count in (4, 200):
         done = run_command([sys.executable, "-c", RESIDENT, tmp_path, str(count)], timeout=100)
@@ -389,7 +368,7 @@ def test_memory_does_not_grow_with_what_rests(tmp_path: Path) -> None:
     assert many < few + 8 * 1024, grown  # KiB; 200 records are 200 MiB
 
 
-def test_ranks_may_share_a_folder(tmp_path: Path) -> None:
+def test_ranks_may_share_a_folder(tmp_path):
     with disk(tmp_path) as first, disk(tmp_path, accelerator=HostAccelerator()) as second:
         places = [tier.reserve(Record("r", {PART: 100})) for tier in (first, second)]
         for seed, (tier, place) in enumerate(zip((first, second), places, strict=True)):

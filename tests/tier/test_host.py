@@ -24,7 +24,7 @@ class TestHostOfALateDevice(TierSuite):
         return HostTier(blocks=blocks, block_nbytes=block_nbytes, accelerator=LateAccelerator())
 
 
-def test_what_is_staged_is_a_copy() -> None:
+def test_what_is_staged_is_a_copy():
     with HostTier(blocks=2, block_nbytes=100) as tier:
         place = tier.reserve(Record("r", {PART: 100}))
         put(tier, place, {PART: content(100, 0)})
@@ -33,7 +33,7 @@ def test_what_is_staged_is_a_copy() -> None:
         assert torch.equal(get(tier, place, PART)[PART], content(100, 0))
 
 
-def test_parts_may_lie_across_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_may_lie_across_slabs(monkeypatch):
     monkeypatch.setattr(host_module, "SLAB_NBYTES", 3 * 4096)
     with HostTier(blocks=2, block_nbytes=100_000) as tier:
         places = [tier.reserve(Record(str(i), {PART: 9000 * i})) for i in range(10)]
@@ -43,7 +43,7 @@ def test_parts_may_lie_across_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(get(tier, place, PART)[PART], content(9000 * i, i))
 
 
-def test_staging_of_nothing_and_beyond_all_memory_are_refused() -> None:
+def test_staging_of_nothing_and_beyond_all_memory_are_refused():
     with pytest.raises(ConfigError, match="0 blocks"):
         HostTier(blocks=0, block_nbytes=1)
     with pytest.raises(ConfigError, match="1 blocks of 0"):

@@ -34,7 +34,7 @@ def tier():
         yield made
 
 
-def test_what_is_opened_is_what_rests_and_nothing_moves(tier: InPlaceTier) -> None:
+def test_what_is_opened_is_what_rests_and_nothing_moves(tier):
     place = tier.reserve(Record("r", {PART: 100, "state": 50}))
     put(tier, place, {PART: content(100, 0)})
     tier.drain()
@@ -49,9 +49,7 @@ def test_what_is_opened_is_what_rests_and_nothing_moves(tier: InPlaceTier) -> No
     assert found["state"].eq(7).all()
 
 
-def test_work_begins_behind_the_copies_before_it(
-    tier: InPlaceTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_begins_behind_the_copies_before_it(tier, monkeypatch):
     monkeypatch.setattr(late, "LATE_S", 50e-3)
     place = tier.reserve(Record("r", {PART: 9000}))
     for seed in range(4):
@@ -61,9 +59,7 @@ def test_work_begins_behind_the_copies_before_it(
         tier.evict(parts, [PART])
 
 
-def test_work_begins_behind_the_reads_before_it(
-    tier: InPlaceTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_begins_behind_the_reads_before_it(tier, monkeypatch):
     place = tier.reserve(Record("r", {PART: 9000}))
     put(tier, place, {PART: content(9000, 0)})
     tier.drain()
@@ -77,7 +73,7 @@ def test_work_begins_behind_the_reads_before_it(
     parts.end()
 
 
-def test_a_copy_waits_until_the_work_has_ended(tier: InPlaceTier) -> None:
+def test_a_copy_waits_until_the_work_has_ended(tier):
     place = tier.reserve(Record("r", {PART: 9000}))
     put(tier, place, {PART: content(9000, 0)})
     opening = tier.open(place, [PART])
@@ -98,7 +94,7 @@ def test_a_copy_waits_until_the_work_has_ended(tier: InPlaceTier) -> None:
     thread.join()
 
 
-def test_a_read_sees_what_the_work_has_made(tier: InPlaceTier) -> None:
+def test_a_read_sees_what_the_work_has_made(tier):
     place = tier.reserve(Record("r", {PART: 9000}))
     put(tier, place, {PART: content(9000, 0)})
     opening = tier.open(place, [PART])
@@ -112,9 +108,7 @@ def test_a_read_sees_what_the_work_has_made(tier: InPlaceTier) -> None:
     tier.evict(staged, ())
 
 
-def test_a_copy_that_failed_is_told_by_the_work_and_stops_nobody(
-    tier: InPlaceTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_failed_is_told_by_the_work_and_stops_nobody(tier, monkeypatch):
     place = tier.reserve(Record("r", {PART: 9000}))
 
     def broken(source: torch.Tensor, offset: int) -> None:
@@ -129,7 +123,7 @@ def test_a_copy_that_failed_is_told_by_the_work_and_stops_nobody(
     assert torch.equal(get(tier, place, PART)[PART], content(9000, 1))
 
 
-def test_content_that_is_not_there_is_refused(tier: InPlaceTier) -> None:
+def test_content_that_is_not_there_is_refused(tier):
     place = tier.reserve(Record("r", {PART: 10, "state": 10}))
     with pytest.raises(TierError, match=r"\['master'\] have no content"):
         tier.open(place, [PART])
@@ -142,7 +136,7 @@ def test_content_that_is_not_there_is_refused(tier: InPlaceTier) -> None:
         InPlaceTier(blocks=1, block_nbytes=10).open(place, [PART])
 
 
-def test_records_lie_in_one_piece_in_few_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_lie_in_one_piece_in_few_slabs(monkeypatch):
     monkeypatch.setattr(module, "SLAB_NBYTES", 2**16 - 4096)
     with InPlaceTier(blocks=2, block_nbytes=100_000) as tier:
         places = [tier.reserve(Record(str(i), {PART: 900 * i, "b": 7})) for i in range(1, 60)]
@@ -157,9 +151,7 @@ def test_records_lie_in_one_piece_in_few_slabs(monkeypatch: pytest.MonkeyPatch) 
         assert needed <= tier._capacity <= 1.3 * needed + 2**20
 
 
-def test_room_that_was_given_back_at_the_end_of_a_slab_holds_no_record_across_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_room_that_was_given_back_at_the_end_of_a_slab_holds_no_record_across_it(monkeypatch):
     page = 4096
     monkeypatch.setattr(module, "SLAB_NBYTES", 2**16 - page)
     with InPlaceTier(blocks=2, block_nbytes=100_000) as tier:
@@ -189,7 +181,7 @@ def test_room_that_was_given_back_at_the_end_of_a_slab_holds_no_record_across_it
         assert all(map(holds, [kept, beside, *places]))
 
 
-def test_a_record_of_nothing_is_opened(tier: InPlaceTier) -> None:
+def test_a_record_of_nothing_is_opened(tier):
     place = tier.reserve(Record("r", {PART: 0}))
     parts = tier.open(place, (), fresh=[PART]).wait()
     assert parts[PART].numel() == 0

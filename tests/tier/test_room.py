@@ -17,7 +17,7 @@ def reserve(room: FreeRoom, nbytes: int, end: int) -> tuple[int, int, frozenset[
     return begin, end, before
 
 
-def test_what_comes_back_in_reverse_order_leaves_no_gap() -> None:
+def test_what_comes_back_in_reverse_order_leaves_no_gap():
     room, end, held = FreeRoom(), 0, []
     for nbytes in (3, 5, 2, 7):
         begin, end, _ = reserve(room, nbytes, end)
@@ -30,14 +30,14 @@ def test_what_comes_back_in_reverse_order_leaves_no_gap() -> None:
     assert room.nbytes == 0
 
 
-def test_the_last_stretch_grows_where_it_is_too_short() -> None:
+def test_the_last_stretch_grows_where_it_is_too_short():
     room = FreeRoom()
     room.put(10, 14, ())
     assert reserve(room, 9, 14)[:2] == (10, 19)
     assert room.nbytes == 0
 
 
-def test_what_is_still_under_way_goes_with_the_room_and_what_has_ended_does_not() -> None:
+def test_what_is_still_under_way_goes_with_the_room_and_what_has_ended_does_not():
     room, ended, under_way = FreeRoom(), Transfer("ended"), Transfer("under way", pieces=1)
     room.put(0, 4, [ended])
     room.put(4, 8, [under_way])
@@ -50,7 +50,7 @@ def test_what_is_still_under_way_goes_with_the_room_and_what_has_ended_does_not(
     actions=st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60),
 )
 @settings(max_examples=200)
-def test_no_byte_is_given_twice_and_none_is_lost(actions: list[tuple[bool, int]]) -> None:
+def test_no_byte_is_given_twice_and_none_is_lost(actions):
     room, end, held = FreeRoom(), 0, list[tuple[int, int]]()
     for takes, number in actions:
         if takes or not held:

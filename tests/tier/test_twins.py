@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ class TestFailingThatDoesNotFail(TierSuite):
         return FailingTier(blocks=blocks, block_nbytes=block_nbytes)
 
 
-def test_late_tier_shows_who_keeps_a_part_after_evicting_it() -> None:
+def test_late_tier_shows_who_keeps_a_part_after_evicting_it():
     with LateTier(blocks=1, block_nbytes=4096) as tier:
         place = tier.reserve(Record("r", {PART: 4096}))
         staged = tier.fetch(place, (), fresh=[PART]).wait()
@@ -47,7 +46,7 @@ def test_late_tier_shows_who_keeps_a_part_after_evicting_it() -> None:
         assert (get(tier, place, PART)[PART] == 1).all()
 
 
-def test_read_error_is_raised_at_every_wait_and_the_block_comes_back() -> None:
+def test_read_error_is_raised_at_every_wait_and_the_block_comes_back():
     with FailingTier(doing="read", last=1, blocks=1) as tier:
         place = tier.reserve(Record("r", {PART: 10}))
         put(tier, place, {PART: content(10, 0)})
@@ -58,9 +57,7 @@ def test_read_error_is_raised_at_every_wait_and_the_block_comes_back() -> None:
         assert torch.equal(get(tier, place, PART)[PART], content(10, 0))
 
 
-def test_write_error_is_told_by_the_write_the_fetch_and_the_drain_until_it_is_written_again() -> (
-    None
-):
+def test_write_error_is_told_by_the_write_the_fetch_and_the_drain_until_it_is_written_again():
     with FailingTier(doing="write", number=errno.ENOSPC, last=1, blocks=1) as tier:
         place, other = (tier.reserve(Record(name, {PART: 10})) for name in "rs")
         staged = tier.fetch(place, (), fresh=[PART]).wait()
@@ -75,7 +72,7 @@ def test_write_error_is_told_by_the_write_the_fetch_and_the_drain_until_it_is_wr
         assert torch.equal(get(tier, other, PART)[PART], content(10, 1))
 
 
-def test_error_in_one_of_many_calls_fails_the_whole_part() -> None:
+def test_error_in_one_of_many_calls_fails_the_whole_part():
     with FailingTier(doing="write", first=2, last=3, block_nbytes=2**20) as tier:
         place = tier.reserve(Record("r", {PART: 2**20}))
         put(tier, place, {PART: content(2**20, 0)})
@@ -83,7 +80,7 @@ def test_error_in_one_of_many_calls_fails_the_whole_part() -> None:
             tier.drain()
 
 
-def test_no_room_is_told_at_once_and_leaves_the_tier_usable() -> None:
+def test_no_room_is_told_at_once_and_leaves_the_tier_usable():
     with FailingTier(doing="room", number=errno.ENOSPC, first=1, last=2) as tier:
         place = tier.reserve(Record("r", {PART: 10}))
         with pytest.raises(TierError, match="ENOSPC"):
@@ -94,7 +91,7 @@ def test_no_room_is_told_at_once_and_leaves_the_tier_usable() -> None:
         assert torch.equal(get(tier, place, PART)[PART], content(10, 0))
 
 
-def test_errors_that_no_medium_foresaw_are_named_too() -> None:
+def test_errors_that_no_medium_foresaw_are_named_too():
     class Broken(PageTier):
         def _read(self, into: Tensor, offset: int) -> None:
             raise ZeroDivisionError("oops")
@@ -119,7 +116,7 @@ class Gated(PageTier):
         super()._write(source, offset)
 
 
-def test_closing_fails_what_has_not_begun_and_waits_for_what_has() -> None:
+def test_closing_fails_what_has_not_begun_and_waits_for_what_has():
     tier = Gated(blocks=3, block_nbytes=2**20, lanes=1)
     places = [tier.reserve(Record(str(i), {PART: 10})) for i in range(2)]
     writes = []
@@ -138,7 +135,7 @@ def test_closing_fails_what_has_not_begun_and_waits_for_what_has() -> None:
         writes[1].wait()
 
 
-def test_seconds_waited_are_those_of_the_part_that_was_waited_for() -> None:
+def test_seconds_waited_are_those_of_the_part_that_was_waited_for():
     with Gated(blocks=2, block_nbytes=2**20) as tier:
         places = [tier.reserve(Record(str(i), {name: 10})) for i, name in enumerate("ab")]
         write = tier.evict(tier.fetch(places[0], (), fresh=["a"]).wait(), ["a"])
@@ -151,7 +148,7 @@ def test_seconds_waited_are_those_of_the_part_that_was_waited_for() -> None:
         assert tier.traffic["b"].waited_s < 0.1
 
 
-def test_lanes_work_side_by_side(tmp_path: Path) -> None:
+def test_lanes_work_side_by_side(tmp_path):
     met = threading.Barrier(3)
 
     class Meeting(PageTier):
