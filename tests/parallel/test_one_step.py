@@ -63,7 +63,8 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(comm: MPI.Intracomm, s
                 counts.append((state.skipped_steps, state.loss_scale))
 
             with laid_out(comm, options) as topology:
-                how = {"stage": stage, "precision": Precision("bf16", nonfinite="skip")}
+                skip = Precision("bf16", nonfinite="skip")
+                how: dict[str, Any] = {"stage": stage, "precision": skip}
                 train_laid_out(sizes(), topology, options, steps=4, around=around, **how)
             skipped = [count for count, _ in counts]
             parallel_assert(comm, skipped == [0, 0, 1, 1], f"{layout}, NaN on {rank}: {counts}")

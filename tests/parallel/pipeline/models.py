@@ -5,7 +5,7 @@ Must not know: what any test looks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import hpczero
 from hpczero import Mesh, Pipeline, Topology
 from hpczero.models import GPT
 from hpczero.parallel import close, cut, gpt_rule, gpt_stages, split
+from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, tiny_gpt
 
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
@@ -75,8 +76,8 @@ class Staged:
         comm: MPI.Intracomm,
         model: GPT,
         *,
-        pipeline: int,
         micro_batches: int,
+        pipeline: int = 2,
         schedule: str = "1f1b",
         interleave: int = 1,
         balance: Sequence[int] | None = None,
@@ -125,9 +126,13 @@ class Staged:
             left.gradients = hpczero.full_gradients(self.model)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        with hpczero.gathered(self.model):
-            left.weights = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        left.weights = self.weights()
         return left
+
+    def weights(self) -> dict[str, Tensor]:
+        """Those of this stage. Collective."""
+        with hpczero.gathered(self.model):
+            return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
     def release(self) -> None:
         """Collective."""
@@ -135,6 +140,28 @@ class Staged:
         if self.topology.tensor.size > 1:
             close(self.model)
         self.topology.free()
+
+
+Make = Callable[..., Staged]
+
+
+def check_bits(
+    comm: MPI.Intracomm, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> None:
+    """Something was found, and in every bit what is expected of its name."""
+    wrong = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+    parallel_assert(comm, found and not wrong, f"{wrong}")
+
+
+def check_near(
+    comm: MPI.Intracomm,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    within: float,
+) -> None:
+    """Something was found, and no element differs by more."""
+    far = {name: float((value - expected[name]).abs().max()) for name, value in found.items()}
+    parallel_assert(comm, far and max(far.values()) < within, f"{far}")
 
 
 def alone(

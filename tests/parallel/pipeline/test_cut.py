@@ -16,7 +16,7 @@ from hpczero.parallel import Stages, cut, gpt_stages
 from hpczero.plan.placement import part_of
 from hpczero.plan.rules import default_rule
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all
+from tests.helpers.small_models import Refusal, raises_on_all, sgd, zeroified
 from tests.parallel.pipeline.models import gpt
 
 if TYPE_CHECKING:
@@ -71,14 +71,7 @@ def call(model: Any, block: Any, x: Tensor) -> Any:
     return model.act(block(x))
 
 
-SANDWICH = Stages(
-    blocks="layers",
-    before=("down",),
-    after=("up",),
-    enter=enter,
-    call=call,
-    leave=leave,
-)
+SANDWICH = Stages("layers", ("down",), ("up",), enter=enter, call=call, leave=leave)
 
 
 @pytest.mark.ranks(2, 3)
@@ -170,57 +163,58 @@ def replaced(model: nn.Module) -> None:
     model.__dict__["forward"] = lambda x: x
 
 
-WRONG: dict[str, tuple[Callable[[Any], Any], Stages, dict[str, Any], str]] = {
-    "few blocks": (
-        lambda m: m.layers.pop("a") and m.layers.pop("b") and m.layers.pop("c"),
-        SANDWICH,
-        {},
-        r"1 block\(s\) for 2 stage\(s\) of 1 chunk\(s\), expected at least 2",
-    ),
-    "few for chunks": (lambda m: None, SANDWICH, {"interleave": 3}, "expected at least 6"),
-    "no container": (lambda m: None, replace(SANDWICH, blocks="up"), {}, "blocks='up' is Linear"),
-    "no such container": (lambda m: None, replace(SANDWICH, blocks="h"), {}, "'h' is nothing"),
-    "unknown name": (
-        lambda m: None,
-        replace(SANDWICH, before=("down", "norm")),
-        {},
-        "before names 'norm', which is no module",
-    ),
-    "a block beside": (
-        lambda m: None,
-        replace(SANDWICH, after=("up", "layers.d")),
+def nothing(model: nn.Module) -> None:
+    """As it is."""
+
+
+def one_block(model: Any) -> None:
+    del model.layers["a"], model.layers["b"], model.layers["c"]
+
+
+def extra_parameter(model: nn.Module) -> None:
+    model.register_parameter("extra", nn.Parameter(torch.zeros(2)))
+
+
+def extra_buffer(model: nn.Module) -> None:
+    model.register_buffer("count", torch.zeros(2))
+
+
+WRONG: list[tuple[Callable[[Any], None], dict[str, Any], dict[str, Any], str]] = [
+    # what is done to the model, other words of its stages, options of the cut, what is said
+    (one_block, {}, {}, r"1 block\(s\) for 2 stage\(s\) of 1 chunk\(s\), expected at least 2"),
+    (nothing, {}, {"interleave": 3}, "expected at least 6"),
+    (nothing, {"blocks": "up"}, {}, "blocks='up' is Linear"),
+    (nothing, {"blocks": "h"}, {}, "'h' is nothing"),
+    (nothing, {"before": ("down", "norm")}, {}, "before names 'norm', which is no module"),
+    (
+        nothing,
+        {"after": ("up", "layers.d")},
         {},
         "after names 'layers.d', and the blocks are in 'layers'",
     ),
-    "twice": (lambda m: None, replace(SANDWICH, after=("up", "down")), {}, "'down' and 'down'"),
-    "nobody's": (
-        lambda m: m.register_parameter("extra", nn.Parameter(torch.zeros(2))),
-        SANDWICH,
-        {},
-        "parameter 'extra' is neither in the blocks nor before nor after",
-    ),
-    "nobody's buffer": (
-        lambda m: m.register_buffer("count", torch.zeros(2)),
-        SANDWICH,
-        {},
-        "persistent buffer 'count' is neither",
-    ),
-    "a shared buffer": (shared_buffer, SANDWICH, {}, "'down.seen' is shared by the stages .0, 1."),
-    "a hook": (hooked, SANDWICH, {}, r"module 'up' \(Linear\) has a hook"),
-    "a forward": (replaced, SANDWICH, {}, "model.forward was replaced"),
-    "sums": (lambda m: None, SANDWICH, {"balance": [1, 2]}, "balance=.1, 2., expected 2 numbers"),
-    "zero": (lambda m: None, SANDWICH, {"balance": [4, 0]}, "expected 2 numbers of at least 1"),
-    "no interleave": (lambda m: None, SANDWICH, {"interleave": 0}, "interleave 0"),
-}
+    (nothing, {"after": ("up", "down")}, {}, "'down' and 'down'"),
+    (extra_parameter, {}, {}, "parameter 'extra' is neither in the blocks nor before nor after"),
+    (extra_buffer, {}, {}, "persistent buffer 'count' is neither"),
+    (shared_buffer, {}, {}, "'down.seen' is shared by the stages .0, 1."),
+    (hooked, {}, {}, r"module 'up' \(Linear\) has a hook"),
+    (replaced, {}, {}, "model.forward was replaced"),
+    (nothing, {}, {"balance": [1, 2]}, "balance=.1, 2., expected 2 numbers"),
+    (nothing, {}, {"balance": [4, 0]}, "expected 2 numbers of at least 1"),
+    (nothing, {}, {"interleave": 0}, "interleave 0"),
+]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize(("add", "changes", "options", "said"), WRONG)
 def test_what_cannot_be_cut_is_refused_and_left_as_it_was(
-    comm: MPI.Intracomm, stages_of_ranks: Topology, case: str
+    comm: MPI.Intracomm,
+    stages_of_ranks: Topology,
+    add: Callable[[Any], None],
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    said: str,
 ) -> None:
-    add, stages, options, said = WRONG[case]
-    model = Sandwich(add)
+    model, stages = Sandwich(add), replace(SANDWICH, **changes)
     before = list(model.state_dict())
     raises_on_all(comm, PlanError, said, lambda: cut(model, stages_of_ranks, stages, **options))
     parallel_assert(comm, list(model.state_dict()) == before and part_of(model) is None)
@@ -230,12 +224,9 @@ def test_what_cannot_be_cut_is_refused_and_left_as_it_was(
 def test_only_the_first_and_the_last_stage_can_share_a_parameter(
     comm: MPI.Intracomm, stages_of_ranks: Topology
 ) -> None:
-    model: nn.Module = Sandwich(
-        share("layers.a", "layers.c")
-    )  # a and b on the first stage, c on the second
-    said = (
-        r"'layers.a.weight' is shared by the stages .0, 1., as 'layers.a.weight', 'layers.c.weight'"
-    )
+    # a and b are on the first stage, c on the second
+    model: nn.Module = Sandwich(share("layers.a", "layers.c"))
+    said = r"'layers.a.weight' is shared by the stages .0, 1., as .*'layers.c.weight'"
     raises_on_all(comm, PlanError, said, lambda: cut(model, stages_of_ranks, SANDWICH))
     model = cut(Sandwich(share("layers.a", "layers.b")), stages_of_ranks, SANDWICH)
     part = part_of(model)
@@ -248,17 +239,12 @@ def test_only_the_first_and_the_last_stage_can_share_a_parameter(
 def test_a_model_is_cut_once_and_before_it_is_sharded(
     comm: MPI.Intracomm, stages_of_ranks: Topology
 ) -> None:
-    import hpczero
-
     model = cut(Sandwich(), stages_of_ranks, SANDWICH)
-    raises_on_all(
-        comm, PlanError, "is a part of one already", lambda: cut(model, stages_of_ranks, SANDWICH)
-    )
-    whole = Sandwich()
-    alone = Topology.alone()
-    hpczero.zeroify(whole, torch.optim.SGD(whole.parameters(), lr=0.1), topology=alone)
-    raises_on_all(comm, PlanError, "was zeroified", lambda: cut(whole, stages_of_ranks, SANDWICH))
-    hpczero.release(whole)
+    again = "is a part of one already"
+    raises_on_all(comm, PlanError, again, lambda: cut(model, stages_of_ranks, SANDWICH))
+    whole, alone, said = Sandwich(), Topology.alone(), "was zeroified"
+    with zeroified(whole, sgd(whole), topology=alone):
+        raises_on_all(comm, PlanError, said, lambda: cut(whole, stages_of_ranks, SANDWICH))
     alone.free()
 
 
@@ -267,12 +253,8 @@ def test_ranks_with_other_models_are_told(comm: MPI.Intracomm, stages_of_ranks: 
     def add(model: Sandwich) -> None:
         model.up = nn.Linear(7, 3 + comm.rank)
 
-    raises_on_all(
-        comm,
-        PlanError,
-        r"rank\(s\) .1. have another model",
-        lambda: cut(Sandwich(add), stages_of_ranks, SANDWICH),
-    )
+    said = r"rank\(s\) .1. have another model"
+    raises_on_all(comm, PlanError, said, lambda: cut(Sandwich(add), stages_of_ranks, SANDWICH))
 
 
 @pytest.mark.ranks(2)
@@ -286,13 +268,6 @@ def test_a_tied_weight_beside_others_is_refused(
         model.down = nn.Linear(7, 7)
         model.up.weight = model.down.weight
 
-    import hpczero
-
     model = cut(Sandwich(add), stages_of_ranks, SANDWICH)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    raises_on_all(
-        comm,
-        PlanError,
-        r"weight' lies on two stages of a pipeline, and its module Linear has other parameters too \(bias",
-        lambda: hpczero.zeroify(model, optimizer, topology=stages_of_ranks),
-    )
+    said = r"weight' lies on two stages of a pipeline, and its module Linear has other parameters too \(bias"
+    Refusal(comm, stages_of_ranks)(PlanError, said, model, sgd(model))
