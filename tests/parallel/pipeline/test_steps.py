@@ -372,7 +372,7 @@ def topology(comm: MPI.Intracomm) -> Iterator[Topology]:
     topology.free()
 
 
-def cut_gpt(topology: Topology) -> GPT:
+def cut_gpt(topology: Topology) -> nn.Module:
     return cut(gpt(), topology, gpt_stages(gpt()))
 
 
