@@ -6,6 +6,7 @@ A model is named by its classes and built when a test asks for it: importing tra
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ SMALL = {
 }
 WIDE = {**SMALL, "intermediate_size": 20, "max_position_embeddings": 32}
 LLAMA = {**WIDE, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-BERT = {**WIDE, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERT = {**WIDE}
 GPT = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 SEQ2SEQ = {
     "vocab_size": VOCABULARY,
@@ -35,7 +36,6 @@ SEQ2SEQ = {
     "decoder_attention_heads": 2,
     "encoder_ffn_dim": 20,
     "decoder_ffn_dim": 20,
-    "dropout": 0.0,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -47,8 +47,7 @@ PICTURE = {
     "patch_size": 4,
 }
 SPEECH = {
-    **{k: v for k, v in SMALL.items() if k != "vocab_size"},
-    "vocab_size": VOCABULARY,
+    **SMALL,
     "intermediate_size": 20,
     "conv_dim": (8, 8),
     "conv_kernel": (10, 3),
@@ -57,12 +56,6 @@ SPEECH = {
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
     "feat_extract_norm": "layer",
-    "hidden_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "feat_proj_dropout": 0.0,
-    "final_dropout": 0.0,
-    "layerdrop": 0.0,
     "mask_time_prob": 0.0,
     "apply_spec_augment": False,
     "pad_token_id": 0,
@@ -123,7 +116,7 @@ def sound(place: Place) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of transformers: its class, its configuration's class and what is set in it."""
+    """A model of transformers: its class, its configuration's class and what is set in it; without dropout."""
 
     name: str
     model: str
@@ -140,6 +133,9 @@ class Architecture:
             for name, (config, options) in self.nested.items()
         }
         config = getattr(library, self.config)(**self.options, **nested)
+        for name, value in vars(config).items():
+            if "drop" in name and isinstance(value, float) and name not in self.options:
+                setattr(config, name, 0.0)
         return seeded(lambda: getattr(library, self.model)(config)).train()
 
     def construct(self) -> Construct:
@@ -153,20 +149,19 @@ class Architecture:
         )
 
 
+def of(name: str, model: str, options: dict[str, Any], *more: Any, **named: Any) -> Architecture:
+    """By the class of its model alone."""
+    family = re.sub(r"(For|LMHead|Model).*", "", model)
+    return Architecture(name, model, f"{family}Config", options, *more, **named)
+
+
 ARCHITECTURES = [
-    Architecture(
-        "gpt2",
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {**GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    ),
-    Architecture(
+    of("gpt2", "GPT2LMHeadModel", GPT),
+    of(
         "gpt-neo",
         "GPTNeoForCausalLM",
-        "GPTNeoConfig",
         {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 16,
+            **SMALL,
             "num_layers": 2,
             "num_heads": 2,
             "attention_types": [[["global", "local"], 1]],
@@ -174,125 +169,61 @@ ARCHITECTURES = [
             "window_size": 4,
         },
     ),
-    Architecture("gpt-neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", WIDE),
-    Architecture(
-        "gptj",
-        "GPTJForCausalLM",
-        "GPTJConfig",
-        {**GPT, "rotary_dim": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    ),
-    Architecture("llama", "LlamaForCausalLM", "LlamaConfig", LLAMA, padded),
-    Architecture("mistral", "MistralForCausalLM", "MistralConfig", {**LLAMA, "sliding_window": 4}),
-    Architecture(
+    of("gpt-neox", "GPTNeoXForCausalLM", WIDE),
+    of("gptj", "GPTJForCausalLM", {**GPT, "rotary_dim": 4}),
+    of("llama", "LlamaForCausalLM", LLAMA, padded),
+    of("mistral", "MistralForCausalLM", {**LLAMA, "sliding_window": 4}),
+    of(
         "mixtral",
         "MixtralForCausalLM",
-        "MixtralConfig",
         {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2, "output_router_logits": True},
     ),
-    Architecture(
-        "qwen2", "Qwen2ForCausalLM", "Qwen2Config", {**LLAMA, "tie_word_embeddings": True}
-    ),
-    Architecture("qwen3", "Qwen3ForCausalLM", "Qwen3Config", {**LLAMA, "head_dim": 8}),
-    Architecture(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        {**LLAMA, "head_dim": 8, "query_pre_attn_scalar": 8},
-    ),
-    Architecture("phi", "PhiForCausalLM", "PhiConfig", {**LLAMA, "resid_pdrop": 0.0}),
-    Architecture("phi3", "Phi3ForCausalLM", "Phi3Config", {**LLAMA, "resid_pdrop": 0.0}),
-    Architecture(
+    of("qwen2", "Qwen2ForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
+    of("qwen3", "Qwen3ForCausalLM", {**LLAMA, "head_dim": 8}),
+    of("gemma2", "Gemma2ForCausalLM", {**LLAMA, "head_dim": 8, "query_pre_attn_scalar": 8}),
+    of("phi", "PhiForCausalLM", LLAMA),
+    of("phi3", "Phi3ForCausalLM", LLAMA),
+    of(
         "opt",
         "OPTForCausalLM",
-        "OPTConfig",
-        {**WIDE, "ffn_dim": 20, "word_embed_proj_dim": 12, "dropout": 0.0, "pad_token_id": 0},
+        {**WIDE, "ffn_dim": 20, "word_embed_proj_dim": 12, "pad_token_id": 0},
     ),
-    Architecture(
-        "bloom",
-        "BloomForCausalLM",
-        "BloomConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 16,
-            "n_layer": 2,
-            "n_head": 2,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-        },
-    ),
-    Architecture(
+    of("bloom", "BloomForCausalLM", {**SMALL, "n_layer": 2, "n_head": 2}),
+    of(
         "falcon",
         "FalconForCausalLM",
-        "FalconConfig",
         {**SMALL, "alibi": False, "new_decoder_architecture": False},
     ),
-    Architecture(
+    of(
         "mpt",
         "MptForCausalLM",
-        "MptConfig",
         {"vocab_size": VOCABULARY, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32},
     ),
-    Architecture(
-        "mamba",
-        "MambaForCausalLM",
-        "MambaConfig",
-        {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
-    ),
-    Architecture("bert", "BertForMaskedLM", "BertConfig", BERT, padded),
-    Architecture(
-        "bert-classifier",
-        "BertForSequenceClassification",
-        "BertConfig",
-        {**BERT, "classifier_dropout": 0.0},
-        classes,
-    ),
-    Architecture("roberta", "RobertaForMaskedLM", "RobertaConfig", {**BERT, "pad_token_id": 1}),
-    Architecture(
+    of("mamba", "MambaForCausalLM", {**SMALL, "state_size": 4}),
+    of("bert", "BertForMaskedLM", BERT, padded),
+    of("bert-classifier", "BertForSequenceClassification", BERT, classes),
+    of("roberta", "RobertaForMaskedLM", {**BERT, "pad_token_id": 1}),
+    of(
         "distilbert",
         "DistilBertForMaskedLM",
-        "DistilBertConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "dim": 16,
-            "n_layers": 2,
-            "n_heads": 2,
-            "hidden_dim": 20,
-            "max_position_embeddings": 32,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-        },
+        {**WIDE, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 20},
     ),
-    Architecture(
-        "albert",
-        "AlbertForMaskedLM",
-        "AlbertConfig",
-        {**BERT, "embedding_size": 12, "classifier_dropout_prob": 0.0},
-    ),
-    Architecture("electra", "ElectraForMaskedLM", "ElectraConfig", {**BERT, "embedding_size": 12}),
-    Architecture(
+    of("albert", "AlbertForMaskedLM", {**BERT, "embedding_size": 12}),
+    of("electra", "ElectraForMaskedLM", {**BERT, "embedding_size": 12}),
+    of(
         "deberta-v2",
         "DebertaV2ForMaskedLM",
-        "DebertaV2Config",
         {**BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4},
     ),
-    Architecture("mpnet", "MPNetForMaskedLM", "MPNetConfig", BERT),
-    Architecture(
+    of("mpnet", "MPNetForMaskedLM", BERT),
+    of(
         "xlnet",
         "XLNetLMHeadModel",
-        "XLNetConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "n_layer": 2,
-            "n_head": 2,
-            "d_inner": 20,
-            "dropout": 0.0,
-        },
+        {"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 20},
     ),
-    Architecture(
+    of(
         "t5",
         "T5ForConditionalGeneration",
-        "T5Config",
         {
             "vocab_size": VOCABULARY,
             "d_model": 16,
@@ -300,22 +231,14 @@ ARCHITECTURES = [
             "d_ff": 20,
             "num_layers": 2,
             "num_heads": 2,
-            "dropout_rate": 0.0,
             "decoder_start_token_id": 0,
         },
         pair,
     ),
-    Architecture(
-        "bart",
-        "BartForConditionalGeneration",
-        "BartConfig",
-        {**SEQ2SEQ, "max_position_embeddings": 32},
-        pair,
-    ),
-    Architecture(
+    of("bart", "BartForConditionalGeneration", {**SEQ2SEQ, "max_position_embeddings": 32}, pair),
+    of(
         "whisper",
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
         {
             **SEQ2SEQ,
             "num_mel_bins": 8,
@@ -326,12 +249,11 @@ ARCHITECTURES = [
         },
         spectrogram,
     ),
-    Architecture("vit", "ViTForImageClassification", "ViTConfig", PICTURE, pictures),
-    Architecture("deit", "DeiTForImageClassification", "DeiTConfig", PICTURE, pictures),
-    Architecture(
+    of("vit", "ViTForImageClassification", PICTURE, pictures),
+    of("deit", "DeiTForImageClassification", PICTURE, pictures),
+    of(
         "swin",
         "SwinForImageClassification",
-        "SwinConfig",
         {
             "image_size": 8,
             "patch_size": 2,
@@ -339,28 +261,24 @@ ARCHITECTURES = [
             "depths": [1, 1],
             "num_heads": [2, 2],
             "window_size": 2,
-            "drop_path_rate": 0.0,
         },
         pictures,
     ),
-    Architecture(
+    of(
         "convnext",
         "ConvNextForImageClassification",
-        "ConvNextConfig",
         {"hidden_sizes": [6, 8], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
         large_pictures,
     ),
-    Architecture(
+    of(
         "resnet",
         "ResNetForImageClassification",
-        "ResNetConfig",
         {"embedding_size": 6, "hidden_sizes": [6, 8], "depths": [1, 1], "layer_type": "basic"},
         large_pictures,
     ),
-    Architecture(
+    of(
         "clip",
         "CLIPModel",
-        "CLIPConfig",
         {"projection_dim": 10},
         captions,
         nested={
@@ -368,17 +286,10 @@ ARCHITECTURES = [
                 "CLIPTextConfig",
                 {**WIDE, "eos_token_id": VOCABULARY - 1, "bos_token_id": 1, "pad_token_id": 0},
             ),
-            "vision_config": (
-                "CLIPVisionConfig",
-                {
-                    **{k: v for k, v in WIDE.items() if "vocab" not in k and "max" not in k},
-                    "image_size": 8,
-                    "patch_size": 4,
-                },
-            ),
+            "vision_config": ("CLIPVisionConfig", PICTURE),
         },
     ),
-    Architecture("wav2vec2", "Wav2Vec2ForCTC", "Wav2Vec2Config", SPEECH, sound),
-    Architecture("hubert", "HubertForCTC", "HubertConfig", SPEECH, sound),
+    of("wav2vec2", "Wav2Vec2ForCTC", SPEECH, sound),
+    of("hubert", "HubertForCTC", SPEECH, sound),
 ]
 CONSTRUCTS = [each.construct() for each in ARCHITECTURES]
