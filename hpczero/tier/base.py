@@ -16,6 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import add, sub
 
 from torch import Tensor
 from typing_extensions import Self, override
@@ -39,18 +40,10 @@ class Flow:
     waited_s: float = 0.0
 
     def __add__(self, other: Flow) -> Flow:
-        return Flow(
-            self.read_nbytes + other.read_nbytes,
-            self.written_nbytes + other.written_nbytes,
-            self.waited_s + other.waited_s,
-        )
+        return Flow(*map(add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, earlier: Flow) -> Flow:
-        return Flow(
-            self.read_nbytes - earlier.read_nbytes,
-            self.written_nbytes - earlier.written_nbytes,
-            self.waited_s - earlier.waited_s,
-        )
+        return Flow(*map(sub, vars(self).values(), vars(earlier).values()))
 
 
 class Traffic:

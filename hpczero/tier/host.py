@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -56,13 +57,16 @@ class HostTier(StagedTier):
     @override
     def _make_room(self, begin: int, end: int) -> None:
         while len(self._slabs) * SLAB_NBYTES < end:
-            try:
-                self._slabs.append(host_pages(SLAB_NBYTES, PAGE, self._accelerator))
-            except MemoryError as error:
-                raise TierError(
-                    f"host tier: got a request for {end - begin:,} bytes beyond {begin:,}, and the host has no more "
-                    f"({error}); let less rest there, use fewer ranks on this node, or let it rest on disk"
-                ) from error
+            self._add_slab(SLAB_NBYTES, begin, asked=end - begin)
+
+    def _add_slab(self, nbytes: int, begin: int, *, asked: int) -> None:
+        try:
+            self._slabs.append(host_pages(nbytes, PAGE, self._accelerator))
+        except MemoryError as error:
+            raise TierError(
+                f"host tier: got a request for {asked:,} bytes beyond {begin:,}, and the host has no more ({error}); "
+                "let less rest there, use fewer ranks on this node, or let it rest on disk"
+            ) from error
 
     @override
     def _read(self, into: Tensor, offset: int) -> None:
@@ -110,20 +114,16 @@ class InPlace(Staged):
     in_place = True
 
     def __init__(self, place: Place, parts: dict[str, Tensor], work: Transfer) -> None:
-        """``work``: ends with ``end``."""
+        """``work``: of one piece, which ends with ``end``."""
         super().__init__(place, parts)
-        self._work, self._ended = work, False
+        self._work = work
 
     def end(self) -> Transfer:
         """The work has ended, and copies of this place go on; any thread, twice is harmless."""
-        if not self._ended:
-            self._ended = True
-            self._work.run(_nothing, _nothing)
+        (piece,) = self._work.pieces
+        if not piece.done():
+            piece.set_result(None)
         return self._work
-
-
-def _nothing() -> None:
-    return
 
 
 class Opening(Fetch):
@@ -183,7 +183,7 @@ class InPlaceTier(HostTier):
         place.known -= new.keys()
         sizes = place.sizes([*known, *new])
         earlier = {place.writes[part] for part in sizes if part in place.writes}
-        work = Transfer(what, 1)
+        work = Transfer(what, [Future()])
         place.writes.update(dict.fromkeys(sizes, work))
         memory = {part: self._at(place.offsets[part], nbytes) for part, nbytes in sizes.items()}
         return Opening(what, InPlace(place, memory, work), earlier, set(place.reads))
@@ -203,15 +203,8 @@ class InPlaceTier(HostTier):
             return
         # Torch rounds each piece of pinned memory up to a power of two: with the page of alignment, this is one.
         nbytes = max(SLAB_NBYTES, (1 << (RECORDS * (end - begin)).bit_length()) - PAGE)
-        try:
-            slab = host_pages(nbytes, PAGE, self._accelerator)
-        except MemoryError as error:
-            raise TierError(
-                f"host tier: got a request for {nbytes:,} bytes beyond {begin:,}, and the host has no more ({error}); "
-                "let less rest there, use fewer ranks on this node, or let it rest on disk"
-            ) from error
+        self._add_slab(nbytes, begin, asked=nbytes)
         self._begins.append(begin)
-        self._slabs.append(slab)
         self._capacity = begin + nbytes
 
     @override

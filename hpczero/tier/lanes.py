@@ -8,19 +8,14 @@ oldest that runs waits for nobody. One lane is therefore enough, and no number o
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
 
 from hpczero.errors import TierError
 from hpczero.memory.pages import padded
-
-
-def _untold(seconds: float) -> None:
-    return
 
 
 class Transfer:
@@ -28,20 +23,21 @@ class Transfer:
 
     Attributes:
         name: what moves, for messages.
+        pieces: each ends by itself.
+        has_failed: whether some of them have, up to now.
     """
 
     def __init__(
-        self, name: str, pieces: int = 0, waited: Callable[[float], None] = _untold
+        self,
+        name: str,
+        pieces: Iterable[Future[None]] = (),
+        waited: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """Ended once ``pieces`` pieces are; ``waited`` is told the seconds of each ``wait``."""
+        """Ended once all ``pieces`` are; ``waited`` is told the seconds of each ``wait``."""
         self.name = name
-        self._left = pieces
+        self.pieces = list(pieces)
+        self.has_failed = False
         self._waited = waited
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-        if not pieces:
-            self._ended.set()
 
     def wait(self) -> None:
         """Return when all bytes are there. Any thread, any number of times.
@@ -49,25 +45,22 @@ class Transfer:
         Raises:
             TierError: they are not: names the medium, the place, and what the system said.
         """
-        if not self._ended.is_set():
+        if not self.has_ended:
             began = time.perf_counter()
-            self._ended.wait()
+            self.settle()
             self._waited(time.perf_counter() - began)
         self.check()
 
     def settle(self) -> None:
         """Return when it has ended, well or not; counts as nobody's wait."""
-        self._ended.wait()
+        for piece in self.pieces:
+            with suppress(CancelledError):
+                piece.exception()
 
     @property
     def has_ended(self) -> bool:
         """Whether it has, well or not."""
-        return self._ended.is_set()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether some of it has, up to now."""
-        return self._error is not None
+        return all(piece.done() for piece in self.pieces)
 
     def check(self) -> None:
         """After its end.
@@ -75,79 +68,33 @@ class Transfer:
         Raises:
             TierError: it failed.
         """
-        if isinstance(self._error, TierError):
-            raise TierError(str(self._error)) from self._error
-        if self._error is not None:
-            kind = type(self._error).__name__
-            raise TierError(f"{self.name}: {kind}: {self._error}") from self._error
+        for piece in self.pieces:
+            if piece.cancelled():
+                raise TierError("the tier was closed before these bytes had moved; drain it first")
+            error = piece.exception()
+            if isinstance(error, TierError):
+                raise TierError(str(error)) from error
+            if error is not None:
+                raise TierError(f"{self.name}: {type(error).__name__}: {error}") from error
 
     def run(self, before: Callable[[], None], piece: Callable[[], None]) -> None:
-        """Do one piece, unless another one has failed; errors are kept for ``wait``."""
-        try:
-            if self._error is None:
-                before()
-                piece()
-        except BaseException as error:  # told where the result is waited for
-            self.fail(error)
-        with self._lock:
-            self._left -= 1
-            last = not self._left
-        if last:
-            self._ended.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Keep the first error."""
-        with self._lock:
-            self._error = self._error or error
-
-
-_Job = tuple[Transfer, Callable[[], None], Callable[[], None]]
-
-
-def _closed() -> None:
-    raise TierError("the tier was closed before these bytes had moved; drain it first")
-
-
-def _work(
-    jobs: SimpleQueue[_Job | None], closing: threading.Event, enter: Callable[[], None]
-) -> None:
-    enter()
-    while True:
-        job = jobs.get()
-        if job is None:
+        """Do one piece, unless another one has failed."""
+        if self.has_failed:
             return
-        transfer, before, piece = job
-        transfer.run(_closed if closing.is_set() else before, piece)
-        del job, transfer, before, piece  # a lane that waits for work keeps no memory
-
-
-def _shut(
-    jobs: SimpleQueue[_Job | None], closing: threading.Event, threads: Sequence[threading.Thread]
-) -> None:
-    closing.set()
-    for _ in threads:
-        jobs.put(None)
+        try:
+            before()
+            piece()
+        except BaseException:
+            self.has_failed = True
+            raise  # told where the result is waited for
 
 
 class Lanes:
     """A fixed number of threads; whatever is started goes to the next that is free."""
 
     def __init__(self, count: int, *, enter: Callable[[], None] = lambda: None) -> None:
-        """Start ``count`` threads, each of which calls ``enter`` first."""
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._closing = threading.Event()
-        self._threads = [
-            threading.Thread(
-                target=_work,
-                args=(self._jobs, self._closing, enter),
-                name=f"hpczero-tier-{lane}",
-                daemon=True,  # whoever forgets to close it can still leave
-            )
-            for lane in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._forgotten = weakref.finalize(self, _shut, self._jobs, self._closing, self._threads)
+        """At most ``count`` threads, each of which calls ``enter`` first."""
+        self._pool = ThreadPoolExecutor(count, "hpczero-tier", enter)
 
     def start(
         self,
@@ -162,16 +109,14 @@ class Lanes:
         A piece moves some bytes, and raises what goes wrong. ``before`` returns when a piece may begin; it is called on
         the lane, once for each piece.
         """
-        transfer = Transfer(name, len(pieces), waited)
+        transfer = Transfer(name, waited=waited)
         for piece in pieces:
-            self._jobs.put((transfer, before, piece))
+            transfer.pieces.append(self._pool.submit(transfer.run, before, piece))
         return transfer
 
     def close(self) -> None:
         """Fail what has not begun, wait for what has, and end the threads. Twice is harmless."""
-        self._forgotten()
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown(cancel_futures=True)
 
 
 MOST_PARTS = 16  # of a record: a block of staging has so many ends of pages to spare

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,8 +39,8 @@ def test_the_last_stretch_grows_where_it_is_too_short():
     assert room.nbytes == 0
 
 
-def test_what_is_still_under_way_goes_with_the_room_and_what_has_ended_does_not():
-    room, ended, under_way = FreeRoom(), Transfer("ended"), Transfer("under way", pieces=1)
+def test_what_is_still_under_way_goes_with_the_room_and_what_has_ended_does_not() -> None:
+    room, ended, under_way = FreeRoom(), Transfer("ended"), Transfer("under way", [Future()])
     room.put(0, 4, [ended])
     room.put(4, 8, [under_way])
     begin, _, before = reserve(room, 6, 8)
