@@ -48,9 +48,9 @@ from hpczero.plan.footprint import Footprint, exchange_chunk
 class SecondaryCopy:
     """Parts of units, by name. Nothing here is collective; every rank makes the same calls."""
 
-    def __init__(self, memory: Memory, *, nodes: int, device: torch.device = CPU) -> None:
+    def __init__(self, memory: Memory, *, device: torch.device = CPU) -> None:
         """Empty; parts are counted in ``memory`` as ``secondary``."""
-        self._memory, self._nodes, self._device = memory, nodes, device
+        self._memory, self._device = memory, device
         self._parts: dict[str, Buffer] = {}
         self._valid: set[str] = set()
 
@@ -83,10 +83,6 @@ class SecondaryCopy:
         self.forget(name)
         if name in self._parts:
             self._parts.pop(name).release()
-
-    def spared_nbytes(self, full: Tensor, shard_numel: int) -> int:
-        """Bytes that this rank would have sent between nodes for one more gather of ``full``."""
-        return (self._nodes - 1) * shard_numel * full.element_size()
 
     def close(self) -> None:
         """Give the memory back."""
@@ -206,7 +202,8 @@ class Collectives(ABC):
         copy = self.secondary if again else None
         operation = "all_gather"
         if copy is not None and copy.has(name):
-            operation, sent = "regather", sent - copy.spared_nbytes(full, shard)
+            between = (self.group.num_nodes - 1) * shard * full.element_size()
+            operation, sent = "regather", sent - between
         with self.calls.issue(operation, name, sent, key=full.numel() * full.element_size()):
             if not full.numel():
                 return Work(name)

@@ -27,7 +27,7 @@ from hpczero.comm.collectives import Collectives, SecondaryCopy, shard_group
 from hpczero.comm.devices import Reach
 from hpczero.comm.inside import MessageLevel, NodeLevel, Parts
 from hpczero.comm.peers import IN_TURN, Ipc
-from hpczero.comm.rails import DEFAULT, BetweenLevel, Rails, Selection
+from hpczero.comm.rails import DEFAULT, Rails, Selection
 from hpczero.comm.window import Window
 from hpczero.errors import TopologyError
 from hpczero.job.group import Group
@@ -127,7 +127,7 @@ class Hierarchical(Collectives):
         between = self._comm_between(group)
         self._own = [_own(between), _own(group.node)] if runs_beside else []
         between, node = self._own or (between, group.node)
-        self._rails: BetweenLevel = self._level_between(between, self._fitted(selection))
+        self._rails = self._level_between(between, self._fitted(selection))
         messages = self._messages_inside(node)
         self._put_off: deque[Work] = deque()
         self._background = Background(group.watchdog, accelerator) if runs_beside else None
@@ -135,7 +135,7 @@ class Hierarchical(Collectives):
         self._lent: deque[LentBuffer] = deque()
         self._node = self._level(inside, group, messages, shares_wholes=not strict)
         if secondary and self._nodes > 1:
-            self.secondary = SecondaryCopy(self.memory, nodes=self._nodes, device=self.device)
+            self.secondary = SecondaryCopy(self.memory, device=self.device)
 
     def _check_nodes(self, group: Group, inside: Inside, *, secondary: bool) -> None:
         """Refuse nodes that this transport does not serve, before anything is made. Not collective."""
@@ -152,7 +152,7 @@ class Hierarchical(Collectives):
         assert group.rail is not None, "checked"
         return group.rail
 
-    def _level_between(self, comm: MPI.Intracomm, selection: Selection) -> BetweenLevel:
+    def _level_between(self, comm: MPI.Intracomm, selection: Selection) -> Rails:
         return Rails(
             comm,
             self.memory,

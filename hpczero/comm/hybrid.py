@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,16 +72,8 @@ class Hybrid(Collectives):
         self._whole = Scratch(self.memory, category="exchange", device=self.device)
 
     @override
-    def allocate(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        category: str,
-        use: Use = Use.PRIVATE,
-        keep: bool = False,
-    ) -> Buffer:
-        return self._inside.allocate(numel, dtype, category=category, use=use, keep=keep)
+    def allocate(self, numel: int, dtype: torch.dtype, **how: Any) -> Buffer:
+        return self._inside.allocate(numel, dtype, **how)
 
     @override
     def settle(self) -> None:
@@ -153,7 +146,10 @@ class Hybrid(Collectives):
         self._begin()  # the sums inside end in their order; the last one had a unit's time for it
         begun = Work(name, begin)
         self._summed_inside.append(begun)
-        self.calls.count("replicas", self._between_nbytes(shard_numel))
+        # A reduce-scatter in the dtype of partial sums, and a gather in fp32.
+        other = (self._replicas - 1) * self._share_numel(shard_numel)
+        sent = other * (self.node_dtype.itemsize + torch.float32.itemsize)
+        self.calls.count("replicas", sent)
         return Work(name, finish)
 
     def _begin(self, *, until: Work | None = None) -> None:
@@ -182,11 +178,6 @@ class Hybrid(Collectives):
     def _share_numel(self, shard_numel: int) -> int:
         """Elements of a shard that each of its replicas sums."""
         return -(-shard_numel // self._replicas)
-
-    def _between_nbytes(self, shard_numel: int) -> int:
-        """Bytes that leave this rank: a reduce-scatter in the dtype of partial sums, and a gather in fp32."""
-        other = (self._replicas - 1) * self._share_numel(shard_numel)
-        return other * (self.node_dtype.itemsize + torch.float32.itemsize)
 
     @override
     def close(self) -> None:

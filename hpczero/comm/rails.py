@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -13,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from mpi4py import MPI
 from torch import Tensor
-from typing_extensions import override
 
 from hpczero.comm.algorithms import (
     CHUNK_BYTES,
@@ -191,78 +189,17 @@ def _line(choices: Sequence[AlgorithmChoice]) -> str:
     return ", ".join(words)
 
 
-class BetweenLevel(ABC):
-    """This rank's part in what goes between nodes. The other ranks of its node do theirs at the same time.
-
-    Attributes:
-        comm: ranks that it exchanges with; borrowed. It carries nothing else while bytes move.
-        selection: which algorithm serves which size.
-    """
-
-    comm: MPI.Intracomm
-    selection: Selection
-
-    @abstractmethod
-    def select(self, selection: Selection) -> None:
-        """Use other algorithms from now on. Equal on all ranks; not collective.
-
-        Raises ConfigError on an algorithm that does not work between these nodes.
-        """
-
-    @abstractmethod
-    def wire(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of partial sums of ``dtype`` on the network."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Part of a line for a run header."""
-
-    @property
-    @abstractmethod
-    def messages(self) -> tuple[int, int]:
-        """Messages that this rank has sent for gathers and for reductions; the library's own do not count."""
-
-    @abstractmethod
-    def gather(self, full: Tensor, shard_numel: int) -> None:
-        """Bring the shards of other nodes to this node, in place. Collective over all ranks of the group.
-
-        ``full`` has (num_shards * shard_numel,) elements, this rank's shard in its slice. Afterwards each element is on
-        a rank of this node.
-        """
-
-    @abstractmethod
-    def reduce(
-        self,
-        parts: Parts,
-        out: Tensor,
-        dtype: torch.dtype,
-        scale: float,
-        accumulate: bool,
-        *,
-        spans: bool = True,
-    ) -> None:
-        """Sum over the ranks of each node and then over nodes. Collective over all ranks of the group.
-
-        Args:
-            parts: every local rank's elements. All ranks of a node make as many calls.
-            out: (shard_numel,) fp32, this rank's shard.
-            dtype: dtype of the parts.
-            scale: multiplies the sum.
-            accumulate: whether to add to ``out`` instead of replacing it.
-            spans: whether ``parts`` are views, so that what lies between the elements in question costs nothing.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free datatypes and scratch. Not collective."""
-
-
 # Elements of fp32 sums that are rounded at a time, where a device sums everything else at once.
 NARROWED_NUMEL = 4 * 2**20
 
 
-class Rails(BetweenLevel):
-    """This rank's rail: ``comm`` has one rank of every node. Other rails of the node do the same meanwhile."""
+class Rails:
+    """This rank's rail: ``comm`` has one rank of every node. Other rails of the node do the same meanwhile.
+
+    Attributes:
+        comm: borrowed. It carries nothing else while bytes move.
+        selection: which algorithm serves which size.
+    """
 
     def __init__(
         self,
@@ -296,8 +233,11 @@ class Rails(BetweenLevel):
         self._exchanges: dict[str, Exchange] = {}
         self.select(selection)
 
-    @override
     def select(self, selection: Selection) -> None:
+        """Use other algorithms from now on. Equal on all ranks; not collective.
+
+        Raises ConfigError on an algorithm that does not work between these nodes.
+        """
         for kind in (*GATHERS, *EXCHANGES):
             if kind.name in selection.algorithms and not kind.fits(self.comm.size):
                 error = ConfigError(
@@ -308,14 +248,18 @@ class Rails(BetweenLevel):
                 raise error
         self.selection = selection
 
-    @override
     def wire(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of partial sums of ``dtype`` on the network."""
         # One rank per node has nothing to add up: its gradient travels as it is, if that is not wider.
         alone = self._local_size == 1 and dtype.itemsize <= self._node_dtype.itemsize
         return dtype if alone else self._node_dtype
 
-    @override
     def gather(self, full: Tensor, shard_numel: int) -> None:
+        """Bring the shards of other nodes to this node, in place. Collective over all ranks of the group.
+
+        ``full`` has (num_shards * shard_numel,) elements, this rank's shard in its slice. Afterwards each element is on
+        a rank of this node.
+        """
         nodes = self.comm.size
         first = self._local_rank * nodes * shard_numel
         blocks = Blocks.of(full, first, shard_numel, shard_numel, nodes)
@@ -326,7 +270,6 @@ class Rails(BetweenLevel):
             most = gather_round(blocks.nbytes, nodes, choice.chunk_nbytes)
         gather(blocks, round_nbytes=most)
 
-    @override
     def reduce(
         self,
         parts: Parts,
@@ -337,6 +280,16 @@ class Rails(BetweenLevel):
         *,
         spans: bool = True,
     ) -> None:
+        """Sum over the ranks of each node and then over nodes. Collective over all ranks of the group.
+
+        Args:
+            parts: every local rank's elements. All ranks of a node make as many calls.
+            out: (shard_numel,) fp32, this rank's shard.
+            dtype: dtype of the parts.
+            scale: multiplies the sum.
+            accumulate: whether to add to ``out`` instead of replacing it.
+            spans: whether ``parts`` are views, so that what lies between the elements in question costs nothing.
+        """
         # Of what this rail owns slice g is for node g.
         nodes, me, wire, shard_numel = self.comm.size, self.comm.rank, self.wire(dtype), out.numel()
         is_host = self._reach.accelerator.is_host
@@ -370,9 +323,10 @@ class Rails(BetweenLevel):
                 own = rows[me]
             came = Blocks.of(receive, 0, count, count, nodes)
             exchange(send, came, prepare=prepare, meanwhile=left)
-            left = partial(
-                self._sum_nodes, own, receive, out[start : start + count], scale, accumulate
-            )
+            sums_of_nodes = list(receive.view(nodes, -1).unbind())
+            sums_of_nodes[me] = own  # read from where it was made
+            into = out[start : start + count]
+            left = partial(self._sum_nodes, sums_of_nodes, into, scale, accumulate)
         exchange.finish()
         left()
 
@@ -402,20 +356,19 @@ class Rails(BetweenLevel):
         sum_of_node(blocks, into, self.comm)
 
     def _sum_nodes(
-        self, own: Tensor, received: Tensor, out: Tensor, scale: float, accumulate: bool
+        self, rows: Sequence[Tensor], out: Tensor, scale: float, accumulate: bool
     ) -> None:
-        """Sum one chunk of all nodes' partial sums. This node's own is read from where it was made."""
-        rows = list(received.view(self.comm.size, -1).unbind())
-        rows[self.comm.rank] = own
-        sum_of_nodes(rows, out, scale=scale, accumulate=accumulate, node_dtype=self._node_dtype)
+        """Set ``out (+)= scale *`` the sum of one chunk of all nodes' partial sums, in the order of the nodes."""
+        groups, dtype = [[node] for node in range(len(rows))], self._node_dtype
+        tree_sum(rows, out, groups=groups, scale=scale, accumulate=accumulate, node_dtype=dtype)
 
-    @override
     def describe(self) -> str:
+        """Part of a line for a run header."""
         return f"between nodes {self.selection.describe()}"
 
     @property
-    @override
     def messages(self) -> tuple[int, int]:
+        """Messages that this rank has sent for gathers and for reductions; the library's own do not count."""
         algorithms = (self._gathers.values(), self._exchanges.values())
         gathered, reduced = (sum(each.messages for each in kind) for kind in algorithms)
         return gathered, reduced
@@ -433,8 +386,8 @@ class Rails(BetweenLevel):
             made[name] = make(kind, self.comm, chunk_nbytes=self._chunk_nbytes)
         return made[name]
 
-    @override
     def close(self) -> None:
+        """Free datatypes and scratch. Not collective."""
         for algorithm in (*self._gathers.values(), *self._exchanges.values()):
             algorithm.free()
         self._scratch.release()
@@ -456,22 +409,3 @@ def sum_of_node(blocks: Sequence[Tensor], into: Tensor, comm: MPI.Intracomm) -> 
         if narrow:
             target.copy_(total)
         comm.Iprobe()  # messages of earlier steps go on only inside MPI
-
-
-def sum_of_nodes(
-    rows: Sequence[Tensor],
-    out: Tensor,
-    *,
-    scale: float,
-    accumulate: bool,
-    node_dtype: torch.dtype,
-) -> None:
-    """Set ``out (+)= scale *`` the sum of all nodes' partial sums, in the order of the nodes. Not collective."""
-    tree_sum(
-        rows,
-        out,
-        groups=[[node] for node in range(len(rows))],
-        scale=scale,
-        accumulate=accumulate,
-        node_dtype=node_dtype,
-    )

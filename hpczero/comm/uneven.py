@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +24,11 @@ from mpi4py import MPI
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.comm.algorithms import CHUNK_BYTES, steps
-from hpczero.comm.devices import HostReach, Reach, StepsUnderWay
+from hpczero.comm.algorithms import steps
+from hpczero.comm.devices import Reach, StepsUnderWay
 from hpczero.comm.hierarchical import Hierarchical, Inside
 from hpczero.comm.inside import NodeLevel, Parts
-from hpczero.comm.rails import DEFAULT, BetweenLevel, Selection, sum_of_node, sum_of_nodes
+from hpczero.comm.rails import Rails, Selection, sum_of_node
 from hpczero.comm.window import Window
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.job.group import Group
@@ -144,39 +145,26 @@ class UnevenMessages(NodeLevel):
 REMEMBERED = 2**16
 
 
-class Carried(BetweenLevel):
+class Carried(Rails):
     """What this rank carries. The other ranks of its node carry the rest at the same time.
 
     ``comm`` has all ranks, in the order of their shards. Pairs are the only algorithm of ``selection``.
     """
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        memory: Memory,
-        *,
-        carriers: Carriers,
-        node_dtype: torch.dtype,
-        selection: Selection = DEFAULT,
-        chunk_nbytes: int = CHUNK_BYTES,
-        reach: Reach | None = None,
+        self, comm: MPI.Intracomm, memory: Memory, *, carriers: Carriers, **how: Any
     ) -> None:
         """Not collective. ``carriers`` says who carries what, as this rank sees it; other arguments as of Rails.
 
         Raises:
             ConfigError: another algorithm than pairs; on every rank.
         """
-        self.comm = comm
         self._carriers = carriers
-        self._node_dtype = node_dtype
-        self._chunk_nbytes = chunk_nbytes
-        reach = reach or HostReach()
-        self._scratch = Scratch(memory, category="exchange", device=reach.accelerator.device)
-        self._gathers, self._reductions = StepsUnderWay(comm, reach), StepsUnderWay(comm, reach)
+        super().__init__(comm, memory, local_size=carriers.size, local_rank=carriers.local, **how)
+        self._gathered, self._reductions = (StepsUnderWay(comm, self._reach) for _ in range(2))
         self._mine = lru_cache(REMEMBERED)(partial(carriers.carried, carriers.local))
         self._takers = lru_cache(REMEMBERED)(carriers.takers)
         self._most_pieces = lru_cache(REMEMBERED)(carriers.most_pieces)
-        self.select(selection)
 
     @override
     def select(self, selection: Selection) -> None:
@@ -203,7 +191,7 @@ class Carried(BetweenLevel):
     @property
     @override
     def messages(self) -> tuple[int, int]:
-        return self._gathers.sent, self._reductions.sent
+        return self._gathered.sent, self._reductions.sent
 
     def reduced_numel(self, shard_numel: int, wire: torch.dtype) -> int:
         """Elements that this rank sends in a reduction of shards of ``shard_numel``. Not collective."""
@@ -218,7 +206,7 @@ class Carried(BetweenLevel):
 
     @override
     def gather(self, full: Tensor, shard_numel: int) -> None:
-        item, flat, line = full.element_size(), full.view(torch.uint8), self._gathers
+        item, flat, line = full.element_size(), full.view(torch.uint8), self._gathered
         nodes, me, own = len(self._carriers.nodes), self._carriers.node, self.comm.rank
         wished = self.selection.gather_for(shard_numel * item).chunk_nbytes
         most = min(gather_round(shard_numel * item, nodes, wished), self._chunk_nbytes)
@@ -278,14 +266,8 @@ class Carried(BetweenLevel):
                     left()
             mine = self.comm.rank * shard_numel + start
             sum_of_node(parts(mine, count), receive[me], self.comm)
-            left = partial(
-                sum_of_nodes,
-                list(receive.unbind()),
-                out[start : start + count],
-                scale=scale,
-                accumulate=accumulate,
-                node_dtype=self._node_dtype,
-            )
+            into = out[start : start + count]
+            left = partial(self._sum_nodes, list(receive.unbind()), into, scale, accumulate)
         line.wait()
         left()
 
@@ -307,10 +289,6 @@ class Carried(BetweenLevel):
         for _ in range(self._most_pieces(far, count) - len(pieces)):
             parts(0, 0)  # peers of the node ask for more pieces
         return used
-
-    @override
-    def close(self) -> None:
-        self._scratch.release()
 
 
 class Uneven(Hierarchical):

@@ -99,7 +99,7 @@ def watch(transport: Any) -> Counter[int]:
     class Inside(Watched):
         where = "node"
 
-    for line in (transport._rails._gathers, transport._rails._reductions):
+    for line in (transport._rails._gathered, transport._rails._reductions):
         line.comm = Watched(line.comm)
     level = transport._node
     level = getattr(level, "_messages", level)
