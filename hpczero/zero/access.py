@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from typing import Any, NoReturn
 
 import numpy as np
@@ -440,12 +440,10 @@ class _Registered:
         with state.schedule.call(self._owner, args, kwargs) as results:
             if not self._casts:
                 state.casting.check_inside(f"method {self._method.__name__!r} of a part")
-            call = partial(state.casting.call, self._method) if self._casts else self._run
-            results.append(call(args, kwargs))
+                results.append(self._method(*args, **kwargs))
+            else:
+                results.append(state.casting.call(self._method, args, kwargs))
         return results[0]
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._method(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce_ex__(4)

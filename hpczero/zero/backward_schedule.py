@@ -235,26 +235,12 @@ class Residence:
         kept: units that stay whole for now.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        gradients: Mapping[Unit, Gradients],
-        *,
-        sharded: bool,
-        ahead: bool,
-        read_ahead: int = 0,
-    ) -> None:
-        """Not collective.
-
-        Args:
-            units: in unit order.
-            gradients: gradients of every trainable unit.
-            sharded: whether parameters are given back between uses.
-            ahead: whether to start to unshard the next module's units while those of one are used.
-            read_ahead: number of units whose values are read, from where they rest, before they are used.
-        """
-        self._units = list(units)
+    def __init__(self, sharding: Sharding, gradients: Mapping[Unit, Gradients]) -> None:
+        """Not collective. ``gradients`` are those of every trainable unit."""
+        sharded, read_ahead = sharding.plan.stage.shards_parameters, sharding.away.read_ahead
+        self._units = list(sharding.units)
         self.kept = KeptUnits(gradients if sharded else {})
+        ahead = sharded and sharding.collectives.footprint.overlap
         self._prefetch = Prefetch() if ahead else None
         self._read_ahead = ReadAhead(read_ahead) if read_ahead else None
         self._stays = False  # see keep_whole

@@ -56,7 +56,11 @@ class _Sender:
 
 
 class WholeModel:
-    """Of one model. Each method but ``names`` is collective over world."""
+    """Of one model. Each method is collective over world.
+
+    Attributes:
+        part: what of the whole model this rank's model is.
+    """
 
     def __init__(self, sharding: Sharding) -> None:
         """Tell everybody who holds what. Collective over world.
@@ -77,18 +81,8 @@ class WholeModel:
                 )
             _check_names(sharding)
             text = self._described(part)
-        self._part = part
+        self.part = part
         self._senders = [_read(text) for text in topology.world.gather_text(text) if text]
-
-    @property
-    def names(self) -> list[str]:
-        """Parameters of the whole model, in its order."""
-        return list(self._part.names)
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters."""
-        return dict(self._part.aliases)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -341,8 +335,8 @@ def _ordered(
     parts: WholeModel, values: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[str, Any]:
     """All names of the whole model; a tied parameter is the same tensor under each of its."""
-    found = {name: values[name] for name in parts.names}
-    return found | {name: values[own] for name, own in parts.aliases.items()} | buffers
+    found = {name: values[name] for name in parts.part.names}
+    return found | {name: values[own] for name, own in parts.part.aliases.items()} | buffers
 
 
 def _checked(model: nn.Module) -> Sharding:

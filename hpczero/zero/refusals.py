@@ -95,8 +95,7 @@ def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> No
                 "zeroify one module that holds both (nn.ModuleDict), with all optimizers. A part of a model: zeroify "
                 "the whole alone. To begin anew: hpczero.release(the other model), and build this one again"
             )
-        _check_lazy(name, parameter)
-        _check_dtype(name, parameter)
+        _check_kind(name, parameter)
     _check_memory(model)
     for name, module in model.named_modules():
         title = f"module {name or 'model'!r} ({type(module).__name__})"
@@ -115,9 +114,21 @@ def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> No
 def check_embeddings(model: nn.Module, *, trains: bool) -> None:
     """As ``check_modules``, of embeddings alone, whose weight may have been unfrozen."""
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            title = f"module {name or 'model'!r} ({type(module).__name__})"
-            _check_embedding(title, module, trains=trains and module.weight.requires_grad)
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        title = f"module {name or 'model'!r} ({type(module).__name__})"
+        if module.max_norm is not None:
+            raise PlanError(
+                f"{title} has max_norm={module.max_norm:g}, which changes its weight in every forward, on each rank by "
+                "its own batch, and the optimizer's copy not at all; build it with max_norm=None and scale the rows "
+                "that forward looked up, or the weight after the step inside `with hpczero.gathered(model, "
+                "modifier_rank=0):`"
+            )
+        if module.sparse and trains and module.weight.requires_grad:
+            raise PlanError(
+                f"{title} has sparse=True, and sparse gradients cannot be summed over ranks in shards; build it with "
+                "sparse=False"
+            )
 
 
 def _check_alien(model: nn.Module) -> None:
@@ -203,15 +214,12 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
     return gradient.layout is not torch.strided or bool(gradient.any())
 
 
-def _check_lazy(name: str, parameter: nn.Parameter) -> None:
+def _check_kind(name: str, parameter: nn.Parameter) -> None:
     if is_lazy(parameter):
         raise PlanError(
             f"parameter {name!r} is uninitialized: a lazy module takes its shape from its first input. Call the model "
             "once before the optimizer is built and zeroify is called"
         )
-
-
-def _check_dtype(name: str, parameter: nn.Parameter) -> None:
     if parameter.is_complex():
         raise PlanError(
             f"parameter {name!r} is {parameter.dtype}, and only real numbers can be sharded; hold it as "
@@ -221,20 +229,6 @@ def _check_dtype(name: str, parameter: nn.Parameter) -> None:
         raise PlanError(
             f"parameter {name!r} is {parameter.dtype}, and only floating-point numbers can be sharded; it is never "
             "trained, so make it a buffer: register_buffer(name, tensor) in place of nn.Parameter"
-        )
-
-
-def _check_embedding(title: str, module: nn.Embedding | nn.EmbeddingBag, *, trains: bool) -> None:
-    if module.max_norm is not None:
-        raise PlanError(
-            f"{title} has max_norm={module.max_norm:g}, which changes its weight in every forward, on each rank by its "
-            "own batch, and the optimizer's copy not at all; build it with max_norm=None and scale the rows that "
-            "forward looked up, or the weight after the step inside `with hpczero.gathered(model, modifier_rank=0):`"
-        )
-    if module.sparse and trains:
-        raise PlanError(
-            f"{title} has sparse=True, and sparse gradients cannot be summed over ranks in shards; build it with "
-            "sparse=False"
         )
 
 

@@ -213,13 +213,7 @@ class Schedule:
         trained = [unit for unit in reversed(units) if unit.spec.trainable]
         gradients = {unit: Gradients(unit.parameters) for unit in trained}
         self._sharded = sharding.plan.stage.shards_parameters
-        self.residence = Residence(
-            units,
-            gradients,
-            sharded=self._sharded,
-            ahead=self._sharded and sharding.collectives.footprint.overlap,
-            read_ahead=sharding.away.read_ahead,
-        )
+        self.residence = Residence(sharding, gradients)
         self.backward = BackwardSchedule(sharding, gradients, self.residence)
         self._units = list(units)
         self._left = LeftForward(sharding.collectives)

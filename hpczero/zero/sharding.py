@@ -25,7 +25,7 @@ from hpczero.zero.calls.casting import Casting
 from hpczero.zero.refusals import IGNORED_BY_DDP, NotForDDP
 from hpczero.zero.schedule import Schedule, Surroundings, answer_transformers
 from hpczero.zero.units.away_shard import GRADIENT, NOTHING_AWAY, Away
-from hpczero.zero.units.gradients import ExactReducer, PartialReducer, Reducer
+from hpczero.zero.units.gradients import PartialReducer, Reducer
 from hpczero.zero.units.seen_gradient import SlotGradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import OptimizerState
@@ -93,13 +93,13 @@ class Sharding:
         self.advice = Advice(model, self.topology)
         parameters = dict(model.named_parameters())
         apart = any(GRADIENT in shard.parts for shard in away.shards.values())
-        reducer: Reducer = ExactReducer(collectives, apart=apart)
+        reducer = Reducer(collectives, apart=apart)
         self._over_tensor: Collectives | None = None
         if any(spec.partial for spec in plan.units):
             self._over_tensor = Flat(
                 topology.tensor, reach=collectives.reach, memory=collectives.memory
             )
-            reducer = PartialReducer(reducer, self._over_tensor, plan.units, topology.shard_index)
+            reducer = PartialReducer(collectives, self._over_tensor, plan.units, apart=apart)
         self._reducer = reducer
         self.units = [
             Unit(

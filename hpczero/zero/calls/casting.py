@@ -151,7 +151,9 @@ class Casting:
         if cast is None:
             return output
         cast.undo()
-        self._explain(sys.exc_info()[1])
+        error, text = sys.exc_info()[1], str(sys.exc_info()[1])
+        if isinstance(error, RuntimeError) and _TWO_DTYPES.search(text) and _WHY not in text:
+            error.args = (f"{text}\n{_WHY}",)  # beside torch's own message
         cast.check_unchanged()
         values = (*args, *kwargs.values())
         # What a stage of a pipeline is given by the one before is nobody's afterwards.
@@ -188,12 +190,6 @@ class Casting:
         except TooMany:
             raise StepError(_TOO_MANY) from None
         return output
-
-    def _explain(self, error: BaseException | None) -> None:
-        """Say beside torch's own message why two dtypes have met."""
-        text = str(error)
-        if isinstance(error, RuntimeError) and _TWO_DTYPES.search(text) and _WHY not in text:
-            error.args = (f"{text}\n{_WHY}",)
 
     def _scaled_output(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or not self.part.last:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,7 @@ from typing_extensions import override
 
 from hpczero.comm.collectives import Collectives
 from hpczero.memory.buffers import Use, lasting
-from hpczero.plan import Stage, UnitSpec
-from hpczero.plan.precision import Precision
+from hpczero.plan import UnitSpec
 from hpczero.zero.units.away_shard import UnitStorage, same_place
 from hpczero.zero.units.whole import UnitState, WholeParameters
 
@@ -137,20 +137,11 @@ class EncodedParameters(WholeParameters):
         spec: UnitSpec,
         parameters: Sequence[nn.Parameter],
         *,
-        stage: Stage,
-        precision: Precision,
         comm: Collectives,
-        given_back: bool = False,
+        **how: Any,
     ) -> None:
         """As of ``WholeParameters``; ``spec`` has a codec."""
-        super().__init__(
-            spec,
-            parameters,
-            stage=stage,
-            precision=precision,
-            comm=comm,
-            given_back=given_back,
-        )
+        super().__init__(spec, parameters, comm=comm, **how)
         assert spec.codec is not None, "chosen by it"
         self.codec = codec = spec.codec
         self._words = codec.words(spec.layout.shard_numel)

@@ -12,12 +12,12 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from operator import attrgetter
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hpczero.comm.calls import Work
 from hpczero.comm.collectives import Collectives
@@ -214,12 +214,20 @@ class LocalGradient:
         return self._flat
 
 
-class Reducer(Protocol):
-    """One for each model; units call it in the same order on every rank."""
+class Reducer:
+    """The sum of the transport: fp32, in one order, whatever the ranks and nodes.
+
+    There is one for each model. Units call it in the same order on every rank.
+    """
+
+    def __init__(self, comm: Collectives, *, apart: bool = False) -> None:
+        """``apart``: whether means lie elsewhere than where gradients are collected, of any unit of the model."""
+        self._comm, self._apart = comm, apart
 
     @property
     def in_place(self) -> bool:
         """Whether ``into`` may be ``local`` itself, where it is not added to: nobody else has a part of the sum."""
+        return self._comm.alone and not self._apart
 
     def reduce(
         self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
@@ -233,29 +241,11 @@ class Reducer(Protocol):
             accumulate: add to ``into`` instead of replacing it.
             name: of the unit; what a reducer keeps from one step to the next, it keeps by this name.
         """
-
-
-class ExactReducer:
-    """The sum of the transport: fp32, in one order, whatever the ranks and nodes."""
-
-    def __init__(self, comm: Collectives, *, apart: bool = False) -> None:
-        """``apart``: whether means lie elsewhere than where gradients are collected, of any unit of the model."""
-        self._comm, self._apart = comm, apart
-
-    @property
-    def in_place(self) -> bool:
-        """As the transport says."""
-        return self._comm.alone and not self._apart
-
-    def reduce(
-        self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
-    ) -> Work:
-        """The transport's own ``reduce_scatter``."""
         comm = self._comm
         return comm.reduce_scatter(local, into, scale=scale, accumulate=accumulate, name=name)
 
 
-class PartialReducer:
+class PartialReducer(Reducer):
     """For gradients of which every tensor rank has a part of the sum, although each holds the whole parameter.
 
     With the tokens of a sample split over tensor ranks (sequence parallelism), norms and biases see a part of the
@@ -266,33 +256,25 @@ class PartialReducer:
     """
 
     def __init__(
-        self, over_data: Reducer, over_tensor: Collectives, units: Sequence[UnitSpec], index: int
+        self, comm: Collectives, over_tensor: Collectives, units: Sequence[UnitSpec], *, apart: bool
     ) -> None:
-        """Over ranks with other samples, then over the tensor ranks, which have the same shapes. Not collective.
-
-        ``index``: of this rank's shard.
-        """
-        self._over_data, self._over_tensor = over_data, over_tensor
+        """Over ranks with other samples, then over the tensor ranks, which have the same shapes. Not collective."""
+        super().__init__(comm, apart=apart)
+        self._over_tensor, index = over_tensor, comm.group.index
         self._runs: Mapping[str, list[slice]] = {
             spec.name: runs for spec in units if (runs := _partial_runs(spec, index))
         }
 
-    @property
-    def in_place(self) -> bool:
-        """As over the ranks with other samples; the tensor ranks' sum goes through memory of its own."""
-        return self._over_data.in_place
-
+    @override
     def reduce(
         self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
     ) -> Work:
         """As of every reducer. Collective over the tensor ranks too, when the work is waited for."""
         runs = self._runs.get(name)
         if runs is None:
-            return self._over_data.reduce(
-                local, into, scale=scale, accumulate=accumulate, name=name
-            )
+            return super().reduce(local, into, scale=scale, accumulate=accumulate, name=name)
         fresh = torch.empty_like(into) if accumulate else into
-        work = self._over_data.reduce(local, fresh, scale=scale, accumulate=False, name=name)
+        work = super().reduce(local, fresh, scale=scale, accumulate=False, name=name)
 
         def finish() -> None:
             work.wait()

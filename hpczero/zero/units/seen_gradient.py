@@ -472,23 +472,6 @@ def _guarded(result: Any) -> Any:
     return result
 
 
-def _on_pieces(
-    func: Callable[..., Any], types: tuple[type, ...], args: Any, kwargs: dict[str, Any] | None
-) -> Any:
-    """As for ordinary tensors; what comes of a piece is a piece. Raises as ``_called``."""
-    if any(issubclass(kind, (ShardedParameter, LateParameter)) for kind in types):
-        return NotImplemented  # the parameter is asked then, whose values may not be there
-    kwargs = kwargs or {}
-    if getattr(func, "__name__", "") not in _METADATA:
-        for value in (*args, *kwargs.values()):
-            for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, _OnPieces):
-                    check_at_hand(each)
-    result = _called(func, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        return _guarded(result)
-
-
 def _assign_data(piece: Tensor, value: Tensor) -> None:
     """``p.grad.data = value``: every ``p.grad`` is made for who reads it, so elements go into the gradient itself."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -508,7 +491,7 @@ def _assign_data(piece: Tensor, value: Tensor) -> None:
 
 
 class _OnPieces(Tensor):
-    """What is done to one of these is judged by ``_on_pieces``."""
+    """What may be done to one of these, ``_called`` decides."""
 
     @classmethod
     def __torch_function__(
@@ -518,7 +501,18 @@ class _OnPieces(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _on_pieces(func, types, args, kwargs)
+        """As for ordinary tensors; what comes of a piece is a piece. Raises as ``_called``."""
+        if any(issubclass(kind, (ShardedParameter, LateParameter)) for kind in types):
+            return NotImplemented  # the parameter is asked then, whose values may not be there
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in _METADATA:
+            for value in (*args, *kwargs.values()):
+                for each in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(each, _OnPieces):
+                        check_at_hand(each)
+        result = _called(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _guarded(result)
 
 
 class ShardPiece(_OnPieces):

@@ -88,20 +88,21 @@ class ParameterWatch:
     @property
     def frozen(self) -> list[str]:
         """Names of those that have ``requires_grad=False``."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if all(map(_trains, self._parameters)):
-                return []
-            found = zip(self._parameters, self._slots, strict=True)
-            return [slot.name for parameter, slot in found if not parameter.requires_grad]
+        return self._those_that(train=False)
 
     @property
     def unfrozen(self) -> list[str]:
         """Names of those that have ``requires_grad=True``."""
+        return self._those_that(train=True)
+
+    def _those_that(self, *, train: bool) -> list[str]:
         with torch._C.DisableTorchFunctionSubclass():
-            if not any(map(_trains, self._parameters)):
-                return []
-            found = zip(self._parameters, self._slots, strict=True)
-            return [slot.name for parameter, slot in found if parameter.requires_grad]
+            found = [*map(_trains, self._parameters)]
+        if train not in found:
+            return []
+        return [
+            slot.name for slot, trains in zip(self._slots, found, strict=True) if trains is train
+        ]
 
     def drop_own_gradients(self, *, set_to_none: bool) -> None:
         """Of a frozen unit: parameters that were unfrozen may have gradients, which nobody has reduced yet."""

@@ -102,14 +102,10 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "parameter's depends on that whole parameter, its gradient and state alone (Shampoo, SOAP, LAMB, LARS), "
             "set hpczero_whole_parameters = True"
         )
-    if any(_has_stepped(state) for state in optimizer.state.values()):
+    if any(state and float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise PlanError(
             f"optimizer {name} has taken steps already; call zeroify before the first step"
         )
-
-
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    return bool(state) and float(state.get("step", 1)) > 0
 
 
 def describe_options(optimizer: Optimizer) -> list[str]:

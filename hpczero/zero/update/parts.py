@@ -331,8 +331,7 @@ class Update(ABC):
     def adopt(self) -> None:
         """State was loaded, or put into ``optimizer.state``."""
 
-    @abstractmethod
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027  (nothing by default)
         """State is about to be replaced."""
 
     @abstractmethod

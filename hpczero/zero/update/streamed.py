@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -263,16 +264,9 @@ class StreamedUpdate(Update):
         entries = []
         present = have_gradients(shards.parameters)
         for piece, place, there in zip(shards.parameters, shards.places, present, strict=True):
-            group = group_of.get(id(piece))
             state = state_of(self._optimizer.state, piece)
-            counters = {
-                name: value.item() if isinstance(value, Tensor) else value
-                for name, value in state.numbers.items()
-            }
-            key = (group, there, counters, list(state.elementwise))
-            entries.append((key, place, state))
-        for key, neighbours in itertools.groupby(entries, key=lambda entry: entry[0]):
-            group, there, _, elementwise = key
+            entries.append(((group_of.get(id(piece)), there, _numbers(state)), place, state))
+        for (group, there, _), neighbours in itertools.groupby(entries, key=itemgetter(0)):
             if group is None or not there:
                 continue
             members = list(neighbours)
@@ -284,7 +278,7 @@ class StreamedUpdate(Update):
                     members[-1][1].stop,
                     tuple(state for _, _, state in members),
                     {name: self._number(value) for name, value in first.numbers.items()},
-                    tuple(elementwise),
+                    tuple(first.elementwise),
                 )
             )
         return found
@@ -513,23 +507,24 @@ class Pending:
     """An update that was started.
 
     Attributes:
-        twin: the optimizer as it was then.
         tasks: all windows, those first whose gradients will come first.
-        thread: None where there is nothing to do.
-        error: what went wrong on it.
+        numbers: each state that they are of, and what was in it.
+        work: on the thread.
     """
 
-    twin: Optimizer
     tasks: Sequence[Task]
-    thread: threading.Thread | None = None
-    error: BaseException | None = None
-    numbers: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    numbers: Sequence[tuple[Any, dict[str, Any]]]
+    work: Future[None]
 
 
 class DelayedUpdate(HostUpdate):
     """The host's step of one batch, taken on a thread while the model computes the next batch."""
 
-    _pending: Pending | None = None
+    def __init__(self, optimizer: Optimizer, store: UnitStore) -> None:
+        """As of ``HostUpdate``."""
+        super().__init__(optimizer, store)
+        self._pending: Pending | None = None
+        self._thread = ThreadPoolExecutor(1, "hpczero-delayed-update")
 
     @property
     def pending(self) -> bool:  # type: ignore[override]
@@ -558,11 +553,10 @@ class DelayedUpdate(HostUpdate):
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if pending.thread is not None:
-            pending.thread.join()
+        error = pending.work.exception()  # waits for it
         try:
-            if pending.error is not None:
-                raise _told(pending.error)
+            if error is not None:
+                raise _told(error)
             self._check_state(pending)
             for task in pending.tasks:
                 self._take_over(task)
@@ -576,8 +570,8 @@ class DelayedUpdate(HostUpdate):
     def abandon(self) -> None:
         """Wait for the thread, and forget what it has made; values and state are then of two steps."""
         pending, self._pending = self._pending, None
-        if pending is not None and pending.thread is not None:
-            pending.thread.join()
+        if pending is not None:
+            pending.work.exception()
         self.give_up()
 
     def _start_update(self) -> None:
@@ -592,30 +586,21 @@ class DelayedUpdate(HostUpdate):
             if isinstance(unit.gradients.rest, AwayGradient):
                 # The thread multiplies it, and may do more.
                 unit.gradients.rest.changed(window.elements)
-        pending = Pending(twin_of(self._optimizer), tasks)
-        for task in tasks:
-            for run in task.window.runs:
-                pending.numbers += [(state, _numbers(state)) for state in run.states]
-        if tasks:
-            pending.thread = threading.Thread(
-                target=self._run, args=(pending,), name="hpczero-delayed-update"
-            )
-        self._pending = pending
-        if pending.thread is not None:
-            pending.thread.start()
+        states = [state for task in tasks for run in task.window.runs for state in run.states]
+        numbers = [(state, _numbers(state)) for state in states]
+        work = self._thread.submit(self._run, tasks, twin_of(self._optimizer))
+        self._pending = Pending(tasks, numbers, work)
 
-    def _run(self, pending: Pending) -> None:
+    def _run(self, tasks: Sequence[Task], twin: Optimizer) -> None:
         """On the thread; what goes wrong is told in ``finish``. See [Note: What the thread touches]."""
         try:
             assert self._store.ascent is not None, "the host steps"
             self._store.ascent.accelerator.enter_thread()
             with torch.no_grad():
-                for task in pending.tasks:
-                    self._do(task, pending.twin)
-        except BaseException as error:  # told where the result is waited for
-            pending.error = error
+                for task in tasks:
+                    self._do(task, twin)
         finally:
-            for task in pending.tasks:
+            for task in tasks:
                 assert isinstance(task.window.fetch, Opening), "of a tier in place"
                 task.window.fetch.end()
 
@@ -686,10 +671,8 @@ def _numbers(state: Any) -> dict[str, Any]:
 
 def _told(error: BaseException) -> StepError | TierError:
     """As whoever finishes the update is told of it."""
-    said = f"the delayed update of the step before: {error}"
     kind = TierError if isinstance(error, TierError) else StepError
-    if not isinstance(error, (TierError, StepError)):
-        said = f"the delayed update of the step before: {type(error).__name__}: {error}"
-    told = kind(said)
+    name = "" if isinstance(error, kind) else f"{type(error).__name__}: "
+    told = kind(f"the delayed update of the step before: {name}{error}")
     told.__cause__ = error
     return told

@@ -363,10 +363,6 @@ class WholeUpdate(Update):
         for job in self._jobs:
             job.adopt(self._optimizer.state)
 
-    @override
-    def forget(self) -> None:
-        pass
-
     def _take_round(self, name: str, jobs: Jobs) -> None:
         """Take the step over ``jobs``.
 
