@@ -118,12 +118,8 @@ def main() -> int:
         default=PlanOptions(ranks=tyro.MISSING),
     )
     report = layout_report(options) if options.parallel.changed else build_report(options)
-    if options.json:
-        sys.stdout.write(f"{json.dumps(report.as_json(), indent=2)}\n")
-    elif isinstance(report, PlanReport) and sys.stdout.isatty():
-        _write_rich(report)
-    else:
-        sys.stdout.write(report.as_text())
+    text = f"{json.dumps(report.as_json(), indent=2)}\n" if options.json else report.as_text()
+    sys.stdout.write(text)
     if options.stage is not None:
         report.check(options.stage)
     return 0
@@ -405,23 +401,6 @@ def parse_nbytes(text: str) -> int:
             f"--memory: got {shown(text)}, expected a size above zero with its unit, such as 32GB or 80GiB"
         )
     return nbytes
-
-
-def _write_rich(report: PlanReport) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    table = Table()
-    table.add_column(f"{report.unit[0]} per rank")
-    for row, title in zip(report.fits, report.stage_titles, strict=True):
-        style = "bold green" if row is report.best else ("dim" if not row.fits else "")
-        table.add_column(title, justify="right", style=style, no_wrap=True)
-    for label, cells in report.table():
-        table.add_row(label, *cells, end_section=label.startswith(("exchange", "paper", "  ")))
-    console.print(report.header())
-    console.print(table)
-    console.print(report.recommendation)
 
 
 if __name__ == "__main__":

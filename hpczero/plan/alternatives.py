@@ -137,7 +137,7 @@ def describe(run: PlannedRun, other: PlannedRun) -> str:
         options.append(f"--parallel.transport {other.transport}")
     if other.offload != run.offload:
         words.append("what rests on disk")
-        options += _offload_options(other.offload)
+        options += [*other.offload.typed, f"--offload.folder {other.offload.folder}"]
     typed = f" ({' '.join(options)})" if options else ""
     return f"{', '.join(words)}{typed}"
 
@@ -181,10 +181,6 @@ def _offloaded(run: PlannedRun) -> Iterator[PlannedRun]:
     if run.stage and not run.offload.any:
         on_disk = Offload("disk", "disk", "disk" if run.stage == 3 else "device", FOLDER)
         yield dataclasses.replace(run, offload=on_disk)
-
-
-def _offload_options(offload: Offload) -> list[str]:
-    return [*offload.typed, f"--offload.folder {offload.folder}"]
 
 
 def _several_offloaded(run: PlannedRun) -> Iterator[PlannedRun]:
@@ -231,7 +227,8 @@ def _crowded(run: PlannedRun, cores: int) -> Iterator[PlannedRun]:
 
 def _fewest_nodes(run: PlannedRun, fits: Fits) -> PlannedRun | None:
     here = run.ranks // run.ranks_per_node
-    for transport in dict.fromkeys((_between_nodes(run.transport), "hierarchical")):
+    transports: tuple[Named, ...] = (run.transport, "hierarchical")
+    for transport in dict.fromkeys(each for each in transports if each != "flat"):
         based = dataclasses.replace(run, transport=transport)
         enough = here  # on far more ranks than a model has use for, padding takes the room
         while enough < MOST_NODES and not fits(_smallest(based, enough)):
@@ -244,10 +241,6 @@ def _fewest_nodes(run: PlannedRun, fits: Fits) -> PlannedRun | None:
             if hit is not None:
                 return hit
     return None
-
-
-def _between_nodes(transport: Named) -> Named:
-    return "hierarchical" if transport == "flat" else transport
 
 
 def _on(run: PlannedRun, nodes: int) -> PlannedRun:

@@ -262,25 +262,16 @@ def _say(options: AutoOptions, choice: Choice, troubles: list[str]) -> None:
 def as_json(choice: Choice, troubles: list[str]) -> dict[str, object]:
     """The choice for programs: seconds, bytes, options."""
 
+    def of(what: object, *names: str) -> dict[str, object]:
+        return {name: getattr(what, name) for name in names}
+
     def one(found: Foretold) -> dict[str, object]:
-        run, step = found.run, found.step
+        run, times = found.run, ("forward_s", "backward_s", "communication_s")
         return {
-            "stage": run.stage,
-            "micro_batch": run.micro_batch,
-            "accumulation": run.accumulation,
-            "checkpointing": run.checkpointing,
-            "optimizer": run.offload.optimizer,
-            "gradients": run.offload.gradients,
-            "parameters": run.offload.parameters,
-            "fraction": run.offload.fraction,
-            "step": run.offload.step,
+            **of(run, "stage", "micro_batch", "accumulation", "checkpointing"),
+            **of(run.offload, "optimizer", "gradients", "parameters", "fraction", "step"),
             "inputs": run.kept.rest,
-            "step_s": found.step_s,
-            "forward_s": step.forward_s,
-            "backward_s": step.backward_s,
-            "communication_s": step.communication_s,
-            "update_s": step.update_s,
-            "tier_s": step.tier_s,
+            **of(found.step, "step_s", *times, "update_s", "tier_s"),
             "most_nbytes": run.most,
             "away_nbytes": run.memory.away,
             "inputs_away_nbytes": run.inputs_away,

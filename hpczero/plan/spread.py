@@ -189,13 +189,9 @@ def part_of_gpt(
     for name, shape in found:
         place = placement_of(name, shape, model, tensor, rank, partial=partial)
         if tied and name == TIED:
-            place = _tied(place, counted=first and place.counted)
+            place = replace(place, tied=True, counted=first and place.counted)
         placements.append(place)
     return SpreadPart(tuple(placements), groups, first, last)
-
-
-def _tied(place: Placement, *, counted: bool) -> Placement:
-    return Placement(**{**vars(place), "tied": True, "counted": counted})
 
 
 @dataclass(frozen=True)

@@ -108,11 +108,6 @@ class PlanReport:
         """Of the table: its name and its bytes."""
         return _unit_of([row.needed_nbytes for row in self.fits])
 
-    @property
-    def stage_titles(self) -> list[str]:
-        """Column titles; the recommended stage is starred."""
-        return [f"stage {row.stage}{' *' if row is self.best else ''}" for row in self.fits]
-
     def table(self) -> list[Cells]:
         """A name and one cell for each stage. Bytes are per rank, in ``unit``."""
         unit, scale = self.unit
@@ -165,8 +160,9 @@ class PlanReport:
         )
 
     def as_text(self) -> str:
-        """Header, aligned table, recommendation; for a pipe or a batch log."""
-        table = [(f"{self.unit[0]} per rank", self.stage_titles), *self.table()]
+        """Header, aligned table, recommendation; the recommended stage is starred."""
+        titles = [f"stage {row.stage}{' *' if row is self.best else ''}" for row in self.fits]
+        table = [(f"{self.unit[0]} per rank", titles), *self.table()]
         lines = [
             f"{label:<22}" + "".join(f"{cell:>14}" for cell in cells) for label, cells in table
         ]

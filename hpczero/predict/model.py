@@ -37,11 +37,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hpczero.errors import ConfigError
-from hpczero.job.mesh import Mesh
-from hpczero.models.config import GPTConfig, flops_per_token
+from hpczero.models.config import flops_per_token
 from hpczero.plan.degrees import GroupSpan
 from hpczero.plan.layout import UnitSpec
-from hpczero.plan.offload import Offload
 from hpczero.plan.offloaded import OffloadedPlan, TierTraffic
 from hpczero.plan.plan import FP32_BYTES
 from hpczero.plan.sent import EXCHANGES, SUMS
@@ -151,7 +149,8 @@ def _pass(job: Job, moved: Moved, one: Pass, computing: float) -> TierTimes:
     """Forwards or backwards that are alike, each of so many seconds of ``computing``."""
     machine, inputs = job.machine, job.inputs_away
     reduced = moved.reduced * one.reduces
-    handled = (moved.gathered + reduced + inputs) / _copy_rate(machine)
+    copied = machine.memory_rate / 2  # to or from staging: each byte is read and written
+    handled = (moved.gathered + reduced + inputs) / copied
     handled += _started(job, moved) * ((moved.gathered > 0) + (reduced > 0))
     if machine.fresh_rate:
         kept = job.transport == "window" and job.shards.local > 1
@@ -194,11 +193,6 @@ def _not_hidden(medium_s: float, computing_s: float, first: float) -> float:
     return together - computing_s
 
 
-def _copy_rate(machine: Machine) -> float:
-    """Bytes per second to or from staging: each is read and written."""
-    return machine.memory_rate / 2
-
-
 def _rates(machine: Machine, medium: str) -> tuple[float, float]:
     """Bytes per second of one rank: read and written."""
     read, write = machine.tier_rates(medium)
@@ -211,32 +205,14 @@ def _rates(machine: Machine, medium: str) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=4096)  # many jobs differ in their batch alone
-def _moved_of(
-    model: GPTConfig,
-    mesh: Mesh,
-    interleave: int,
-    place: int,
-    stage: int,
-    precision: str,
-    offload: Offload,
-) -> Moved:
-    spread = Spread(
-        model,
-        mesh,
-        mesh.size,
-        stage=stage,
-        precision=precision,
-        interleave=interleave,
-        offload=offload,
-        place=place,
-    )
+def _moved_of(spread: Spread) -> Moved:
     return moved_of(spread.offloaded)
 
 
 def _moved(job: Job) -> Moved:
-    return _moved_of(
-        job.model, job.mesh, job.interleave, job.place, job.stage, job.precision, job.offload
-    )
+    names = ("stage", "precision", "interleave", "offload", "place")
+    alike = {name: getattr(job, name) for name in names}
+    return _moved_of(Spread(job.model, job.mesh, job.mesh.size, **alike))
 
 
 FORWARD_CALLS, BACKWARD_CALLS = 16, 24  # operations of a block that are started one by one

@@ -60,12 +60,7 @@ class Cost:
     @classmethod
     def of_all(cls, costs: Sequence[Cost]) -> Cost:
         """The sum."""
-        return cls(
-            sum(cost.seconds for cost in costs),
-            sum(cost.host_s for cost in costs),
-            sum(cost.messages for cost in costs),
-            sum(cost.launches for cost in costs),
-        )
+        return cls(*map(sum, zip(*(vars(cost).values() for cost in costs), strict=True)))
 
     def __add__(self, other: Cost) -> Cost:
         return Cost.of_all((self, other))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpczero.plan.__main__ import PlanOptions, build_report, main, parse_nbytes
+from hpczero.plan.__main__ import PlanOptions, build_report, parse_nbytes
 from hpczero.plan.plan import Plan
 from hpczero.plan.rules import default_rule
 from tests.foreign import llama
@@ -43,20 +42,6 @@ def test_table_of_the_papers_60b_run_recommends_stage_3() -> None:
     # 16 and 16/400 bytes per parameter
     assert cells(done.stdout, "paper's 2+2+12 bytes")[::3] == ["961.91", "2.40"]
     assert "Use stage 3, the smallest that fits" in done.stdout.splitlines()[-1]
-
-
-def test_terminal_of_80_columns_shows_the_same_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "argv", ["plan", *GPT_60B, "--transport", "hierarchical"])
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main() == 0
-    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()  # without colours
-    assert max(len(line) for line in lines) <= 80
-    (fits,) = (line for line in lines if " fits " in line and "│" in line)
-    assert fits.replace("│", " ").split() == ["fits", "no", "no", "no", "yes"]
-    assert any("stage 3 *" in line for line in lines)
 
 
 def test_json_totals_are_the_sum_of_their_parts() -> None:
