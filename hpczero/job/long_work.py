@@ -56,14 +56,18 @@ class Moment:
 
 
 class Progress:
-    """What work says of itself, from any of its threads. Calls are cheap, and nobody need listen."""
+    """What work says of itself, from any of its threads. Calls are cheap, and nobody need listen.
+
+    Attributes:
+        is_silent: whether the work is in ``silent``.
+        got_on: set at each sign of life.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._what, self._done, self._since = "", 0, time.monotonic()
         self._total: int | None = None
-        self._silent = False
-        self._computing = False
+        self.is_silent = self._computing = False
         self._ended = False
         self.got_on = threading.Event()
 
@@ -93,11 +97,11 @@ class Progress:
     @contextmanager
     def silent(self) -> Iterator[None]:
         """Context: the work reports nothing, and may be abandoned when the process ends ([Note: Signs of life])."""
-        self._silent = True
+        self.is_silent = True
         try:
             yield
         finally:
-            self._silent = False
+            self.is_silent = False
             self.got_on.set()
 
     @contextmanager
@@ -110,14 +114,9 @@ class Progress:
             self._computing = False
 
     @property
-    def is_silent(self) -> bool:
-        """Whether the work is in ``silent``."""
-        return self._silent
-
-    @property
     def is_computing(self) -> bool:
         """Whether processor time is a sign of life now."""
-        return self._silent or self._computing
+        return self.is_silent or self._computing
 
     def end(self) -> None:
         """Have the work end when it next reports progress."""

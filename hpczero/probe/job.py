@@ -90,13 +90,14 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
     def fresh(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=dtype, requires_grad=True, device="cpu")
 
+    def ones(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.ones(*shape, dtype=dtype, device="cpu")
+
     products = {}
     for side in SIDES:
         # A step touches more than a cache holds, so every product finds its operands in memory.
         many = max(POOL_NBYTES // (3 * dtype.itemsize * side * side), 1)
-        pool = itertools.cycle(
-            [torch.ones(3, side, side, dtype=dtype, device="cpu") for _ in range(many)]
-        )
+        pool = itertools.cycle([ones(3, side, side) for _ in range(many)])
 
         def product(pool: Iterator[torch.Tensor] = pool) -> None:
             a, b, out = next(pool)
@@ -107,11 +108,8 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
     few, inner = {}, {}
     for rows in FEW:
         many = max(POOL_NBYTES // (dtype.itemsize * WIDTH * WIDTH), 2)
-        weights = itertools.cycle(
-            [torch.ones(WIDTH, WIDTH, dtype=dtype, device="cpu") for _ in range(many)]
-        )
-        tokens = torch.ones(rows, WIDTH, dtype=dtype, device="cpu")
-        made = torch.empty(rows, WIDTH, dtype=dtype, device="cpu")
+        weights = itertools.cycle([ones(WIDTH, WIDTH) for _ in range(many)])
+        tokens, made = ones(rows, WIDTH), ones(rows, WIDTH)
         flops = 2 * rows * WIDTH * WIDTH
         few[str(rows)] = flops / seconds(
             lambda t=tokens, o=made, w=weights: torch.matmul(t, next(w), out=o)  # type: ignore[misc]
@@ -145,29 +143,18 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v], 1, "attention"
     )
     flops = 4 * SAMPLES * SEQUENCE * SEQUENCE * HEADS * HEAD
-    attention = [
-        flops / attended["attention/forward"],
-        2 * flops / attended["attention/backward"],
-    ]
+    attention = [flops / attended["attention/forward"], 2 * flops / attended["attention/backward"]]
 
     update = seconds(_update(accelerator.device)) / UPDATED
 
-    blocks, out = (
-        [torch.ones(UPDATED, dtype=dtype, device="cpu") for _ in range(3)],
-        torch.empty(UPDATED, dtype=torch.float32, device="cpu"),
-    )
-    here, there = (
-        torch.ones(UPDATED, dtype=torch.float32, device="cpu"),
-        torch.empty(UPDATED, dtype=torch.float32, device="cpu"),
-    )
+    blocks = [ones(UPDATED) for _ in range(3)]
+    out, here, there = (ones(UPDATED, dtype=torch.float32) for _ in range(3))
     sums = [
         seconds(partial(tree_sum, blocks[:terms], out, groups=[range(terms)], scale=0.5)) / UPDATED
         for terms in (1, 3)
     ]
-    small, one = (
-        torch.ones(8, requires_grad=True, dtype=torch.float32, device="cpu"),
-        torch.ones(8, dtype=torch.float32, device="cpu"),
-    )
+    small, one = (ones(8, dtype=torch.float32) for _ in range(2))
+    small.requires_grad_()
     found: dict[str, Any] = {
         "products": products,
         "few": few,

@@ -419,7 +419,6 @@ class Pipeline:
         self._kept.clear()
         self._results = []
         casting = sharding(self._model).casting
-        assert casting is not None, "zeroify attaches it"
         last_forward = max(place for place, action in enumerate(actions) if action.kind == "F")
         # What a step left in flight would come as the next one's.
         with (
@@ -518,9 +517,8 @@ class Pipeline:
 
     def _whole(self) -> AbstractContextManager[None]:
         """Context in which units stay whole that are gathered, if that was asked for."""
-        schedule = sharding(self._model).schedule
-        assert schedule is not None, "zeroify attaches the schedule"
-        return schedule.residence.keep_whole() if self._hold else nullcontext()
+        residence = sharding(self._model).schedule.residence
+        return residence.keep_whole() if self._hold else nullcontext()
 
     # --- what is refused -----------------------------------------------------------------------------------------
 

@@ -159,11 +159,6 @@ class Simulation:
     alive: tuple[int, ...]
 
     @property
-    def idle(self) -> tuple[float, ...]:
-        """(stages,) time that each stage stands still."""
-        return tuple(self.seconds - busy for busy in self.busy)
-
-    @property
     def bubble(self) -> float:
         """Idle time of the busiest stage, relative to its work.
 

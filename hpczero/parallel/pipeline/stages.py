@@ -25,6 +25,7 @@ from hpczero.errors import PlanError, StepError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.plan.placement import KEY, ModelPart, Placement, part_of
+from hpczero.zero.buffers import persistent_buffers
 from hpczero.zero.sharding import KEY as SHARDING
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -48,7 +49,9 @@ def check_model(model: object) -> None:
             raise PlanError(
                 "cut: model.forward was replaced, and a stage has a forward of its own; cut before whatever replaces it"
             )
-        if any(not _is_of_torch(h) for kind in HOOKS for h in getattr(module, kind).values()):
+        hooks = (hook for kind in HOOKS for hook in getattr(module, kind).values())
+        # Torch's own make the module's weight, as weight_norm and spectral_norm do.
+        if not all(type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks):
             raise PlanError(
                 f"cut: {title} has a hook, which would see one stage's part of the model, or nothing where the module "
                 "is taken out; register hooks after the cut, on the stages that have the module"
@@ -59,11 +62,6 @@ def check_model(model: object) -> None:
                 f"cut: parameter {name!r} is uninitialized: a lazy module takes its shape from its first input. Call "
                 "the model once before the cut"
             )
-
-
-def _is_of_torch(hook: object) -> bool:
-    """Whether torch's own hook makes the module's weight, as weight_norm and spectral_norm do."""
-    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,9 @@ class Owners:
                         "Choose another balance, or give each its own parameter"
                     )
                 tied[names[0]] = found
-        for names in _names_of(persistent_buffers(model, duplicates=True)):
+        kept = {id(buffer) for buffer in persistent_buffers(model).values()}
+        named = model.named_buffers(remove_duplicate=False)
+        for names in _names_of({name: buffer for name, buffer in named if id(buffer) in kept}):
             found = _stages_of(names, places, "persistent buffer")
             if len(found) > 1:
                 raise PlanError(
@@ -116,20 +116,6 @@ class Owners:
                     "change its own; give each stage its own buffer, or register it with persistent=False"
                 )
         return cls(stage_of_block, aliases, tied)
-
-
-def persistent_buffers(model: nn.Module, *, duplicates: bool = False) -> dict[str, Tensor]:
-    """Buffers that state_dict would save, by name; each once unless ``duplicates``."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for path, module in model.named_modules(remove_duplicate=not duplicates):
-        for name, buffer in module._buffers.items():
-            known = id(buffer) in seen and not duplicates
-            if buffer is None or known or name in module._non_persistent_buffers_set:
-                continue
-            seen.add(id(buffer))
-            found[f"{path}.{name}" if path else name] = buffer
-    return found
 
 
 def _names_of(named: Mapping[str, Tensor]) -> Iterable[list[str]]:

@@ -47,7 +47,7 @@ def test_bubble_is_that_of_the_formula_which_chunks_divide(
 ) -> None:
     found = simulate(schedule_of(name, stages, micro_batches, chunks=chunks), chunks=chunks)
     assert found.bubble == pytest.approx((stages - 1) / (chunks * micro_batches), rel=1e-12)
-    assert chunks > 1 or found.idle == (found.idle[0],) * stages
+    assert chunks > 1 or found.busy == (found.busy[0],) * stages
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
