@@ -92,7 +92,11 @@ def save(
 
 
 class Checkpoints:
-    """The checkpoints of one run. Use it as a context manager. Methods are collective over the topology's world."""
+    """The checkpoints of one run. Use it as a context manager. Methods are collective over the topology's world.
+
+    Attributes:
+        folder: of all checkpoints; rank 0 alone changes it, between a save and ``close``.
+    """
 
     def __init__(
         self,
@@ -134,7 +138,7 @@ class Checkpoints:
             raise ConfigError(
                 f"keep: got {shown(keep)}, expected a whole number, at least 1, or None"
             )
-        self._folder = Folder(given_path(directory))
+        self.folder = Folder(given_path(directory))
         self._sharding = given_sharding(model, optimizer)
         self._keep = keep
         self._writer = writer
@@ -142,7 +146,7 @@ class Checkpoints:
         self._at = at
         self._only_trained = parameters == "trained"
         self._inventory: Inventory | None = None  # the same for every save with this plan
-        self._lock = lock or Lock(self._folder.path)
+        self._lock = lock or Lock(self.folder.path)
         self._lent = lock is not None
         self._locked = False
         self._background = (
@@ -175,13 +179,13 @@ class Checkpoints:
         )
         with topology.agreed("see which checkpoint it takes the place of"):
             if topology.is_root:
-                check_replaced(self._folder.path / step_folder(step), snapshot)
+                check_replaced(self.folder.path / step_folder(step), snapshot)
         if self._background is None:
             return self._writing(snapshot, self._writer)(topology)
         with topology.agreed("copy the shards"):
             snapshot = snapshot.copied()
         self._background.start(self._writing(snapshot, "posix"))
-        return self._folder.path
+        return self.folder.path
 
     def _take(self) -> None:
         """Take the lock of the folder, and finish what a killed job has left there. Collective."""
@@ -194,7 +198,7 @@ class Checkpoints:
                 if not self._lent:
                     self._lock.acquire()
                 try:
-                    self._folder.sweep()
+                    self.folder.sweep()
                 except BaseException:
                     self._let_go()
                     raise
@@ -214,7 +218,7 @@ class Checkpoints:
         def run(topology: Topology) -> Path:
             path = write(
                 snapshot,
-                self._folder,
+                self.folder,
                 topology,
                 writer=writer,
                 keep=self._keep,
@@ -222,15 +226,10 @@ class Checkpoints:
                 still_ours=self._lock.check,
                 lineage=lineage,
             )
-            lineage[self._folder.path.resolve()] = snapshot.step
+            lineage[self.folder.path.resolve()] = snapshot.step
             return path
 
         return run
-
-    @property
-    def folder(self) -> Folder:
-        """The folder of all checkpoints; rank 0 alone changes it, between a save and ``close``. Not collective."""
-        return self._folder
 
     @property
     def busy(self) -> bool:
@@ -269,7 +268,7 @@ class Checkpoints:
                 longer of this run's line; the next save sets them aside, and says so.
         """
         self.wait()
-        place = self._folder.path if path is None else given_path(path)
+        place = self.folder.path if path is None else given_path(path)
         return load_newest_at(place, self._sharding, own=path is None)
 
     def set_others_aside(
@@ -303,20 +302,18 @@ class Checkpoints:
         place = None
         with topology.agreed("set aside what is not of this run's line"):
             if topology.is_root:
-                origin = self._sharding.lineage.get(self._folder.path.resolve())
-                found = strangers(
-                    self._folder.candidates(), step=origin or 0, origin=origin, keep=1
-                )
+                origin = self._sharding.lineage.get(self.folder.path.resolve())
+                found = strangers(self.folder.candidates(), step=origin or 0, origin=origin, keep=1)
                 files = [*moved, *copied] if even_alone else []
                 if found or any(file.is_file() for file in files):
                     self._lock.check()
                     try:
-                        place = self._folder.set_aside(
+                        place = self.folder.set_aside(
                             found, moved=moved, copied=copied, before=before
                         )
                     except OSError as error:
                         raise CheckpointNotWritten(
-                            f"{self._folder.path}: what is not of this run's line cannot be set aside ({error}); "
+                            f"{self.folder.path}: what is not of this run's line cannot be set aside ({error}); "
                             "check space, quota and permissions"
                         ) from error
         return place

@@ -229,6 +229,7 @@ class DatasetExchange:
         self._comm = comm
         self._watchdog = watchdog
         self._mine = mine if isinstance(mine, EvenRuns) else EvenRuns.of(mine)
+        self.numel = self._mine.numel  # that this rank holds
         table = np.ascontiguousarray(self._mine.table)
         counts = np.empty(comm.size, dtype=np.int64)
         with watchdog.collective("checkpoint: who holds what"):
@@ -240,11 +241,6 @@ class DatasetExchange:
             EvenRuns(everybody[end - count : end].reshape(-1, 5))
             for end, count in zip(ends, counts, strict=True)
         ]
-
-    @property
-    def numel(self) -> int:
-        """Elements that this rank holds."""
-        return self._mine.numel
 
     def rounds(self, dataset: Dataset) -> Iterator[list[range]]:
         """For each round, the elements that each rank gathers, empty for some. Equal on all ranks. Not collective."""

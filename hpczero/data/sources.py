@@ -374,6 +374,7 @@ class Sources:
     Attributes:
         path: of the TOML file.
         tokenizer: of all sources.
+        vocab_size: number of token ids.
         source_sha256: equal for equal sources with equal weights, wherever they lie.
         train, validation: all splits together.
     """
@@ -383,6 +384,7 @@ class Sources:
     ) -> None:
         self.path = path
         self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
         self.sources = sources
         shares = Turns([source.weight for source in sources]).weights
         said = json.dumps([[s.identity, w] for s, w in zip(sources, shares, strict=True)])
@@ -414,11 +416,6 @@ class Sources:
                 for number, entry in enumerate(entries)
             ]
             return cls(path, tokenizer, sources, stack.pop_all())
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return self.tokenizer.vocab_size
 
     @property
     def fingerprint(self) -> str:

@@ -42,12 +42,14 @@ class TokenSplit:
     """One row of tokens in an open file; ``split[a:b]`` reads them.
 
     Attributes:
+        dtype: of a token: uint8, uint16 or uint32.
         documents: number of documents that end in it.
         text_nbytes: bytes of the text.
     """
 
     def __init__(self, source: Slabs | FlatTokens, documents: int, text_nbytes: int) -> None:
         self._source = source
+        self.dtype: np.dtype[np.unsignedinteger[Any]] = source.dtype
         self.documents = documents
         self.text_nbytes = text_nbytes
 
@@ -64,11 +66,6 @@ class TokenSplit:
     def check(self) -> None:
         """Read and check all tokens. Raises DataError, as a slice does, at the first that are not sound."""
         self._source.check_all()
-
-    @property
-    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """Type of a token: uint8, uint16 or uint32."""
-        return self._source.dtype
 
     @property
     def fingerprint(self) -> str:
@@ -91,6 +88,7 @@ class TokenFile:
     Attributes:
         path: as given.
         tokenizer: text to tokens and back.
+        vocab_size: number of token ids, the separator included.
         source_sha256: SHA-256 of the text it was made of.
         train, validation: the splits.
     """
@@ -105,6 +103,7 @@ class TokenFile:
     ) -> None:
         self.path = path
         self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
         self.source_sha256 = source_sha256
         self.train, self.validation = splits
         self._close = close
@@ -155,11 +154,6 @@ class TokenFile:
         )
         splits = (train, validation)
         return cls(path, tokenizer, description.source_sha256, splits, lambda: os.close(descriptor))
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, the separator included."""
-        return self.tokenizer.vocab_size
 
     @property
     def fingerprint(self) -> str:
