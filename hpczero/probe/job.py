@@ -52,8 +52,7 @@ def measure_kernels(
         dtype: of parameters and activations.
     """
     accelerator = accelerator or HostAccelerator()
-    with torch.device(accelerator.device):
-        found = _kernels(topology, accelerator, dtype)
+    found = _kernels(topology, accelerator, dtype)
     if topology.size > 1:
         found |= _between_ranks(topology)
     return found
@@ -88,10 +87,10 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
         return {f"{name}/forward": forward / numel, f"{name}/backward": backward / numel}
 
     def fresh(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=dtype, requires_grad=True, device="cpu")
+        return torch.randn(*shape, dtype=dtype, requires_grad=True, device=accelerator.device)
 
     def ones(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.ones(*shape, dtype=dtype, device="cpu")
+        return torch.ones(*shape, dtype=dtype, device=accelerator.device)
 
     products = {}
     for side in SIDES:
@@ -119,7 +118,7 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
         )
 
     x, wide = fresh(ROWS, WIDTH), fresh(ROWS, 4 * WIDTH)
-    plain, other = x.detach(), torch.randn(ROWS, WIDTH, dtype=dtype, device="cpu")
+    plain, other = x.detach(), torch.randn(ROWS, WIDTH, dtype=dtype, device=accelerator.device)
     scale, shift = fresh(WIDTH), fresh(WIDTH)
     numel = ROWS * WIDTH
     elements = both(
@@ -131,7 +130,10 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
     elements["copy/forward"] = elements["copy/backward"] = seconds(plain.clone) / numel
     elements["add/backward"] = elements["fork/forward"] = elements["bias/forward"] = 0.0
 
-    logits, targets = fresh(ROWS, VOCAB), torch.zeros(ROWS, dtype=torch.int64, device="cpu")
+    logits, targets = (
+        fresh(ROWS, VOCAB),
+        torch.zeros(ROWS, dtype=torch.int64, device=accelerator.device),
+    )
     loss = both(
         lambda: F.cross_entropy(logits, targets, reduction="sum"), [logits], ROWS * VOCAB, "loss"
     )

@@ -17,7 +17,8 @@ from hpczero.models import GPT, GPTConfig
 from hpczero.parallel import Kept, Rule, Split, close, gpt_rule, split
 from hpczero.plan.placement import part_of
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import Refusal, raises_on_all, sgd, zeroified
+from tests.helpers.small_models import raises_on_all, sgd, zeroified
+from tests.helpers.world import World
 from tests.parallel.wholes import split_over, tensor_ranks
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def test_parameters_that_come_after_split_are_refused(
     with tensor_ranks(comm) as topology:
         model = split(GPT(CONFIG), topology, gpt_rule(CONFIG))
         change(model)
-        Refusal(comm, topology)(PlanError, said, model, sgd(model))
+        World(comm, topology).refuses(PlanError, said, model, sgd(model))
         close(model)
 
 

@@ -10,7 +10,7 @@ Memory that ranks share cannot be left: what is seen there shows later values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from itertools import repeat
 from operator import attrgetter
@@ -23,7 +23,7 @@ from hpczero.comm import Collectives, Work
 from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Buffer, Use
-from hpczero.plan import Stage, UnitSpec
+from hpczero.plan import Slot, Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.guard import (
     Guard,
@@ -42,6 +42,15 @@ from hpczero.zero.units.guard import (
 
 _version = attrgetter("_version")
 _trains = attrgetter("requires_grad")
+
+
+def _named(parameters: Iterable[Tensor], slots: Iterable[Slot], *, train: bool) -> list[str]:
+    """Names of the parameters whose ``requires_grad`` is ``train``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [*map(_trains, parameters)]
+    if train not in found:
+        return []
+    return [slot.name for slot, trains in zip(slots, found, strict=True) if trains is train]
 
 
 class ParameterWatch:
@@ -88,21 +97,12 @@ class ParameterWatch:
     @property
     def frozen(self) -> list[str]:
         """Names of those that have ``requires_grad=False``."""
-        return self._those_that(train=False)
+        return _named(self._parameters, self._slots, train=False)
 
     @property
     def unfrozen(self) -> list[str]:
         """Names of those that have ``requires_grad=True``."""
-        return self._those_that(train=True)
-
-    def _those_that(self, *, train: bool) -> list[str]:
-        with torch._C.DisableTorchFunctionSubclass():
-            found = [*map(_trains, self._parameters)]
-        if train not in found:
-            return []
-        return [
-            slot.name for slot, trains in zip(self._slots, found, strict=True) if trains is train
-        ]
+        return _named(self._parameters, self._slots, train=True)
 
     def drop_own_gradients(self, *, set_to_none: bool) -> None:
         """Of a frozen unit: parameters that were unfrozen may have gradients, which nobody has reduced yet."""

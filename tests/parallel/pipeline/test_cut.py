@@ -16,7 +16,8 @@ from hpczero.parallel import Stages, cut, gpt_stages
 from hpczero.plan.placement import part_of
 from hpczero.plan.rules import default_rule
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import Refusal, raises_on_all, sgd, zeroified
+from tests.helpers.small_models import raises_on_all, sgd, zeroified
+from tests.helpers.world import World
 from tests.parallel.pipeline.models import gpt
 
 if TYPE_CHECKING:
@@ -270,4 +271,4 @@ def test_a_tied_weight_beside_others_is_refused(
 
     model = cut(Sandwich(add), stages_of_ranks, SANDWICH)
     said = r"weight' lies on two stages of a pipeline, and its module Linear has other parameters too \(bias"
-    Refusal(comm, stages_of_ranks)(PlanError, said, model, sgd(model))
+    World(comm, stages_of_ranks).refuses(PlanError, said, model, sgd(model))

@@ -21,7 +21,8 @@ from hpczero.models import GPT
 from hpczero.models.gpt import checkpointed
 from hpczero.parallel import cut, gpt_stages
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import Refusal, adamw, zeroified
+from tests.helpers.small_models import adamw, zeroified
+from tests.helpers.world import World
 from tests.parallel.pipeline.models import Make, alone, batch, check_bits, check_near, gpt
 
 if TYPE_CHECKING:
@@ -420,7 +421,7 @@ def test_stages_are_zeroified_over_the_topology_that_cut_them(
 ) -> None:
     """Else a norm would be that of one stage, or gradients of two stages would be taken for those of one model."""
     model, other, alone = cut_gpt(topology), Topology.create(comm), Topology.alone()
-    Refusal(comm, other)(PlanError, "built another model", model, adamw(model))
+    World(comm, other).refuses(PlanError, "built another model", model, adamw(model))
     with (
         zeroified(model, adamw(model), topology=alone),
         pytest.raises(PlanError, match="zeroified over another topology than it was cut for"),
