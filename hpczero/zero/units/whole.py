@@ -23,7 +23,8 @@ from hpczero.comm import Collectives, Work
 from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Buffer, Use
-from hpczero.plan import Slot, Stage, UnitSpec
+from hpczero.plan import Stage, UnitSpec
+from hpczero.plan.layout import Slot
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.guard import (
     Guard,
