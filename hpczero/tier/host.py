@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -120,9 +121,8 @@ class InPlace(Staged):
 
     def end(self) -> Transfer:
         """The work has ended, and copies of this place go on; any thread, twice is harmless."""
-        (piece,) = self._work.pieces
-        if not piece.done():
-            piece.set_result(None)
+        with suppress(InvalidStateError):
+            self._work.pieces[0].set_result(None)
         return self._work
 
 

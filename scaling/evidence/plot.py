@@ -56,7 +56,7 @@ def draw_bars(
     title: str,
     wanted: tuple[float, float, float] | None = None,
 ) -> None:
-    """Horizontal bars, one panel beside the other, to ``path`` (PNG or SVG).
+    """Horizontal bars, up to three panels beside each other, to ``path`` (PNG or SVG).
 
     Args:
         panels: bars by the name of their axis; the same labels in each.
@@ -65,10 +65,12 @@ def draw_bars(
         wanted: where bars should end: the least, the best and the most; drawn as a band with a line.
     """
     most = max(len(bars) for bars in panels.values())
-    figure = new_figure(6 * len(panels), 1.5 + 0.35 * most)
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    figure = new_figure(6 * columns, rows * (1.5 + 0.35 * most))
     figure.suptitle(title, fontsize="medium")
     for place, (axis, bars) in enumerate(panels.items()):
-        axes = figure.add_subplot(1, len(panels), place + 1)
+        axes = figure.add_subplot(rows, columns, place + 1)
         labels = [bar.label for bar in bars]
         axes.barh(labels, [bar.value for bar in bars], color="tab:blue", alpha=0.6)
         axes.barh(labels, [bar.below for bar in bars], color="tab:blue")
@@ -82,7 +84,7 @@ def draw_bars(
         axes.invert_yaxis()
         axes.set_xlabel(axis)
         axes.grid(axis="x", alpha=0.3)
-        if place:
+        if place % columns:
             axes.set_yticklabels([])
     figure.savefig(path)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -14,6 +16,12 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def skip_where_fsdp2_sums() -> None:
+    """FSDP2 of torch 2.8 over gloo gives twice the mean of the gradients."""
+    if torch.__version__.startswith("2.8."):
+        pytest.skip("FSDP2 of torch 2.8 over gloo gives twice the mean of the gradients")
 
 
 @contextmanager
