@@ -89,11 +89,6 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         lambda model: nn.init.zeros_(next(model.parameters())),
         "'layers.0.0.weight' was changed in place",
     ),
-    # the model and its units refuse at once: test_moves_and_copies
-    "cast inside a unit": (
-        lambda model: model.get_submodule("layers.0.0").double(),
-        "'layers.0.0.weight' got new memory",
-    ),
     "assigned": (
         lambda model: model.load_state_dict(MLP(seed=8).state_dict(), assign=True),
         "parameter 'layers.0.0.weight' came into the model after zeroify",
@@ -106,11 +101,23 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_change_outside_gathered(world: World, stage, ranks, change):
     act, said = CHANGES[change]
+    before_backward = stage == 1
     with world.mlp(adamw, stage=stage) as (model, optimizer):
-        mlp_backward(model, world.rank)
+        if not before_backward:
+            mlp_backward(model, world.rank)
         if ranks == "all" or world.rank == 1:
             act(model)
+        if before_backward:
+            mlp_backward(model, world.rank)
         world.raises(StepError, said, optimizer.step)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_module_inside_a_unit_that_was_cast(world: World, stage):
+    """The model and its units refuse at once: test_moves_and_copies."""
+    with world.mlp(adamw, stage=stage) as (model, optimizer):
+        model.get_submodule("layers.0.0").double()
+        world.raises(StepError, "'layers.0.0.weight' got new memory", optimizer.step)
 
 
 @pytest.mark.parametrize("transport", ["window", "flat"])
