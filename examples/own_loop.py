@@ -37,7 +37,7 @@ for step in range(STEPS):
     x, y = batch_of(step)
     loss = nn.functional.mse_loss(model(x), y)  # call the model itself: its hooks gather the shards
     loss.backward()
-    grad_norm = hpczero.clip_grad_norm_(model, 1.0)  # 3: not torch's, which sees no gradients
+    grad_norm = hpczero.clip_grad_norm_(model, 1.0)  # 3: or torch's clip_grad_norm_
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()

@@ -98,7 +98,7 @@ class Collectives(ABC):
     """One way to move flat buffers over ``group.ordered``, and where their memory comes from.
 
     Subclasses implement the underscored verbs. Checks are here, order and accounts in ``calls``. ``everybody`` are the
-    ranks whose gradients are summed, which is ``group`` but for replicas (see Hybrid).
+    ranks whose gradients are summed: the ranks of ``group``, unless there are replicas (see Hybrid).
     """
 
     def __init__(

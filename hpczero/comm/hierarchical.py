@@ -5,6 +5,7 @@ With G nodes of L ranks, rank (node g, local l) owns shard l*G + g. Rail l joins
     all_gather       rail: shards l*G .. l*G+G-1, contiguous | node: parts l = 0 .. L-1, contiguous
     reduce_scatter   node: partial sums of part l, slice by slice | rail: slice g goes to node g, summed there
 
+Part l: the shards of local rank l on all nodes, neighbours in the buffer. Slice g of part l: the shard of node g.
 Each byte crosses the network once. All ranks use their own connections at once, and no buffer is reordered. The bounds
 stand in docs/performance.md.
 """
@@ -299,14 +300,14 @@ class Hierarchical(Collectives):
         self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
     ) -> Work:
         reading = self._node.reading(full)
-        dtype, views = full.dtype, self._node.comm.size == 1 or self._node.shares(full, Use.REDUCE)
+        dtype, spans = full.dtype, self._node.comm.size == 1 or self._node.shares(full, Use.REDUCE)
 
         def finish() -> None:
             with reading as parts:
                 if self._nodes == 1:
                     self._sum_in_node(parts, out, dtype.itemsize, scale, accumulate)
                 else:
-                    self._rails.reduce(parts, out, dtype, scale, accumulate, spans=views)
+                    self._rails.reduce(parts, out, dtype, scale, accumulate, spans=spans)
 
         if self._background is not None:
             wait = self._background.start(
@@ -323,7 +324,10 @@ class Hierarchical(Collectives):
         return Work(name, lambda: self.drain(work))
 
     def _lend(self, full: Tensor, wait: Callable[[], None]) -> Callable[[], None]:
-        """Lend ``full`` until ``wait`` returns; wait here if too much is lent already. Call the result instead."""
+        """Lend ``full`` until ``wait`` returns; wait here if too much is lent already.
+
+        Returns a function to call instead of ``wait``.
+        """
         buffer = self._lendable.get(id(full))
         if buffer is None:
             return wait  # its owner keeps it until then

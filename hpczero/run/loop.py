@@ -5,6 +5,7 @@ Every rank runs all of it; only rank 0 writes files.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from contextlib import nullcontext
@@ -43,9 +44,10 @@ def end_stopped(run: Run, done: int) -> int:
     """End a run that was asked to stop after ``done`` steps and has saved. Returns 75. Collective."""
     next_command = resume.next_command(run.config, in_series=bool(run.environment.series))
     log.info("stopped after step %d, as asked; %s", done, next_command)
-    if run.records is not None:
-        draw_meanwhile(run, -PICTURE_S)
-    run.attempts.end(done, EXIT_REQUEUE)
+    with run.given.topology.agreed("write the results"):
+        if run.records is not None:
+            draw_meanwhile(run, -math.inf)  # always draws
+        run.attempts.end(done, EXIT_REQUEUE)
     _give_back(run)
     return EXIT_REQUEUE
 
@@ -60,7 +62,7 @@ def draw_meanwhile(run: Run, drawn_s: float) -> float:
         return drawn_s
     try:
         draw_losses(run.config, run.folder)
-    except OSError as error:  # the metrics are on file, and the end of the run draws again
+    except OSError as error:  # the metrics are on file
         log.info("%s: cannot be drawn (%s)", run.folder.plot, reason(error))
     return now_s
 
@@ -79,8 +81,7 @@ def end_finished(run: Run, found: Found | None) -> int:
     _write_weights(run)
     with run.given.topology.agreed("write the results"):
         if run.given.topology.is_root:
-            if config.log.plot:
-                draw_losses(config, run.folder)
+            draw_meanwhile(run, -math.inf)
             run.attempts.end(config.train.steps, 0)
     if found is not None:
         log.info("held-out loss: %s", run.reading.loss_in_words(found.loss))

@@ -1,6 +1,7 @@
 """One optimizer step over the micro batches of a rank: training takes it, and measurements measure it.
 
-Here is the order of calls in a step, with the clocks around them.
+``TrainingStep.take`` has the order of calls: passes (forward and backward, ``PlainPasses`` of evaluation.py), clip,
+step, zero_grad, with the clocks around them.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class TrainingStep:
         """
         exposed_s, moved, rested = self._exposed_s(), self._moved(), self._moved_inputs()
         watch = Stopwatch(self._waited_s)
-        loss = self._passes.take(number, self._samples, watch, self._finish)
+        read_loss = self._passes.take(number, self._samples, watch, self._finish)
         with watch.phase("optimizer"):
             grad_norm = hpczero.clip_grad_norm_(self._model, self._clip)
             self._optimizer.step()
@@ -119,7 +120,7 @@ class TrainingStep:
             self._scheduler.step()
         ranks = self._topology.data_sequence  # each with tokens of its own
         with watch.phase("communication"):
-            own_loss = loss()
+            own_loss = read_loss()
             mean_loss = ranks.total(own_loss) / ranks.size
         return Taken(
             loss=mean_loss,

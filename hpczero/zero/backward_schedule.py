@@ -497,7 +497,7 @@ class BackwardSchedule:
         return self._pass
 
     def _reduce_next(self, backward: BackwardPass) -> None:
-        """Reduce the unit whose turn it is (calls/backward.py: [Note: Order of reductions])."""
+        """Reduce the unit whose turn it is (calls/ways.py: [Note: Order of reductions])."""
         unit = self.order[backward.next]
         backward.next += 1
         self._residence.give_back(unit)

@@ -1,9 +1,13 @@
 """Schedule: when units act.
 
     forward   pre-hook: unshard, wait | module runs | post-hook: reshard
-    backward  a module's last node is about to run: unshard, wait | its backward; gradients are captured
+    backward  the node that a module made last, the first to run in backward, is about to run: unshard, wait
+              | its backward; gradients are captured
               | a node from before the module is about to run: reshard, reduce
     end       one callback: whatever has not been reduced
+
+Ranks of one host share each unit's buffer (transport ``window``). It lasts, and the fp32 master is this rank's slice of
+it. Parameters are then gathered once, after the step; unshard only waits, and reshard only closes guards.
 
 What a module is given and what it returns stay the caller's: nothing is copied, wrapped or replaced (issue 15).
 """
@@ -65,7 +69,7 @@ class LeftForward:
     def is_lost(self) -> bool:
         """Whether the forward that was begun last was left without ``end``.
 
-        No hook hears of what is no ``Exception``, as KeyboardInterrupt.
+        Torch runs forward hooks after an ``Exception`` only. After a KeyboardInterrupt nobody calls ``end``.
         """
         if not self._runs or self._frame is None or _is_on_stack(self._frame):
             return False
@@ -115,8 +119,8 @@ def _is_on_stack(frame: FrameType) -> bool:
 #
 # ``torch.autocast`` keeps the casts of weights until its outermost block ends, with the graph they came from. In a
 # block around several steps the next forward would use the weights of before the step, and its gradients would arrive
-# through the earlier forward. Every forward of the model, and the step, therefore forget them. If no graph needs them,
-# every module with hooks does, so that the casts of a model never lie in memory together.
+# through the earlier forward. Every forward of the model, and the step, therefore clear this cache. Where gradients are
+# disabled, every module with hooks clears it too, so that the casts of a model never lie in memory together.
 
 
 class Surroundings:

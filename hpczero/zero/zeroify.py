@@ -198,7 +198,7 @@ def open_away(
 def codec_of(
     quantize: str | None, stage: Stage, topology: Topology, *, secondary: bool
 ) -> Codec | None:
-    """The form by its name; None for the parameters' own dtype.
+    """The codec that ``quantize`` names; None for the parameters' own dtype.
 
     Raises:
         ConfigError: there is no such form.
@@ -225,9 +225,6 @@ def codec_of(
     return codec
 
 
-COMMON = 4  # the first decisions, which tensor ranks and stages have in common too
-
-
 def check_equal_plans(
     plan: Plan,
     model: nn.Module,
@@ -238,15 +235,17 @@ def check_equal_plans(
 ) -> None:
     """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart.
 
-    Parts of a model differ between tensor ranks and stages; they have the stage and the precision in common, and the
-    way to first values.
+    Parts of a model differ between tensor ranks and stages. What they have in common: stage, precision, number of
+    optimizers, and the way to first values.
     """
     buffers = [(tuple(buffer.shape), buffer.dtype) for buffer in persistent_buffers(model).values()]
-    decisions = {
+    common = {
         "the stage": plan.stage,
         "the precision": plan.precision,
         "the number of optimizers": len(optimizers),
         "initialize": way,
+    }
+    decisions = common | {
         "parameters, their order, or the units that a rule makes of them": plan.units,
         "buffers": buffers,
         "the optimizer or its groups": optimizers.describe(),
@@ -256,10 +255,10 @@ def check_equal_plans(
     plans = topology.data_sequence.share(mine)
     ranks = topology.mesh.members(topology.rank, *DATA_SEQUENCE)
     odd = {rank for rank, other in zip(ranks, plans, strict=True) if (other != plans[0]).any()}
-    parts = topology.world.share(mine[:COMMON])
+    parts = topology.world.share(mine[: len(common)])
     odd |= {rank for rank, other in enumerate(parts) if (other != parts[0]).any()}
     unequal = (plans != plans[0]).any(axis=0)
-    unequal[:COMMON] |= (parts != parts[0]).any(axis=0)
+    unequal[: len(common)] |= (parts != parts[0]).any(axis=0)
     with topology.agreed("agree on the plan"):
         if odd:
             names = [name for name, differs in zip(decisions, unequal, strict=True) if differs]
@@ -270,7 +269,7 @@ def check_equal_plans(
             )
 
 
-MISSING: Any = object()  # as under FSDP, whose optimizer is made afterwards
+MISSING: Any = object()  # the optimizer was forgotten, as by users of FSDP; None means inference
 
 
 def zeroify(
@@ -336,15 +335,15 @@ def zeroify(
         PlanError: the model or an optimizer cannot be sharded, or is none, or two share a parameter; the same on every
             rank.
 
-    Unless the program has initialised torch.distributed, or HPCZERO_DISTRIBUTED=0 is set, it is from here on, over the
-    ranks of the job (``hpczero.bridge``): modules and libraries that ask for the ranks find them.
+    ``zeroify`` initialises torch.distributed over the ranks of the job (``hpczero.bridge``), unless the program has
+    done so or HPCZERO_DISTRIBUTED=0 is set. Modules and libraries that ask for the ranks find them.
 
     Source: Rajbhandari et al., ZeRO, SC20, sec. 5.
     """
     name, given = (transport, None) if isinstance(transport, str) else ("", transport)
     owns_topology = topology is None and given is None
     topology = topology or (_topology_of(given) if given else Topology.of_world())
-    with topology.agreed("plan the model"):
+    with _frozen(model, optimizer is None), topology.agreed("plan the model"):
         _check_keywords(unknown)
         _check_arguments(model, optimizer, offload)
         check_degrees(model, topology.mesh)
@@ -371,7 +370,6 @@ def zeroify(
             check_gradients(model)
             groups = optimizers.number_parameters(model)
         else:
-            model.requires_grad_(False)
             groups = {}
         codec = codec_of(quantize, stage, topology, secondary=secondary)
         if secondary and not stage.shards_parameters:
@@ -480,6 +478,21 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 # --- setting up ------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _frozen(model: nn.Module, freeze: bool) -> Iterator[None]:
+    """Freeze all parameters if ``freeze``; those that trained train again where the block raises."""
+    freeze = freeze and isinstance(model, nn.Module)  # else it is refused inside
+    trained = [p for p in model.parameters() if p.requires_grad] if freeze else []
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    except BaseException:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        raise
+
+
 def _check_keywords(unknown: Iterable[str]) -> None:
     for name in unknown:
         known = [each for each in inspect.signature(zeroify).parameters if each != "unknown"]
@@ -493,7 +506,7 @@ def _check_keywords(unknown: Iterable[str]) -> None:
 
 
 def _check_arguments(model: object, optimizer: object, offload: object) -> None:
-    """Refuse what is no model and no optimizer; exchanged, they are told as that."""
+    """Refuse what is no model and no optimizer. If the two are swapped, the message shows it."""
     if optimizer is MISSING:
         raise PlanError(
             "zeroify(model, optimizer) got no optimizer; make it before, over model.parameters(), and pass it "

@@ -33,6 +33,16 @@ def test_mixed_dtypes_in_a_unit(world: World, model):
     world.refuses(PlanError, said, model, adamw(model), precision="bf16")
 
 
+def test_model_that_is_refused_for_inference_trains_on(world: World, model):
+    def zeroify() -> None:
+        hpczero.zeroify(model, None, stage=2, secondary=True, topology=world.topology)
+
+    world.raises(PlanError, "secondary: ", zeroify)
+    world.check(all(parameter.requires_grad for parameter in model.parameters()))
+    with world.zeroified(model, None):
+        world.check(not any(parameter.requires_grad for parameter in model.parameters()))
+
+
 def _views(model: MLP, one: Tensor, other: Tensor) -> None:
     model.layers[1][0].weight = nn.Parameter(one)  # type: ignore[index]
     model.layers[2][0].weight = nn.Parameter(other)  # type: ignore[index]

@@ -2,7 +2,8 @@
 
 whole       parameters, views of one buffer   (padded_numel,) param dtype; given back between uses where sharded
 master      fp32, what is optimised   this rank's shard, or the whole unit where the optimizer is replicated; in
-                                      fp32 it *is* this rank's slice of the buffer where that lasts
+                                      fp32 it *is* this rank's slice of the whole buffer, if that buffer keeps its
+                                      memory (``whole.lasts``)
 gradients   see ``gradients.py``
 """
 
@@ -242,8 +243,8 @@ class Unit:
         With ``anew`` all of it is to be written; padding becomes zero.
         """
         with self.rest.at_hand(changes=changes, anew=anew) as rest:
-            whole = rest.numel() == self.spec.layout.padded_numel
-            own = rest[self._mine] if whole else rest
+            is_whole_unit = rest.numel() == self.spec.layout.padded_numel
+            own = rest[self._mine] if is_whole_unit else rest
             if anew:
                 with torch.no_grad():
                     own[self.owned_numel :].zero_()

@@ -173,7 +173,7 @@ class ParameterWatch:
                 # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
                 empty = torch.empty(0, device=flat.device, dtype=torch.float32)
                 real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                # Keeps a version counter of its own: see device.[Note: Refilling freed parameters].
+                # Keeps a version counter of its own: see memory/buffers.py: [Note: Refilling freed parameters].
                 real.data = view
                 guard.fill(real)
             else:

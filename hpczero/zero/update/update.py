@@ -33,8 +33,8 @@ from hpczero.zero.update.whole import WholeUpdate
 
 # Rounds: which steps of several optimizers belong to one backward.
 #
-# A round is the steps between two reductions, of each optimizer one. A second step of the same one begins another, so
-# that of one optimizer each step is a round.
+# A round: the steps between two reductions, at most one of each optimizer. If an optimizer steps again, a new round
+# begins. A model with one optimizer has a round for each step.
 #
 # [Note: Overflow and several optimizers]
 # A gradient that is not finite skips all steps of its round, as one optimizer over all parameters would. Each skipped
@@ -66,7 +66,11 @@ class Rounds:
         self._spoiled[index] = False
 
     def overflows(self, index: int, finite: Sequence[bool]) -> bool:
-        """Whether the step of an optimizer finds what no step has found; ``finite`` of the gradients of each one."""
+        """Whether the step of optimizer ``index`` makes its round a skipped one.
+
+        Some optimizer's gradients are not finite then, and no earlier step knew of it. ``finite[i]``: whether those of
+        optimizer i are finite.
+        """
         found = zip(finite, self._spoiled, strict=True)
         new = any(not good and not spoiled for good, spoiled in found)
         return new and (self._begins(index) or not self.skipped)
@@ -300,7 +304,10 @@ class Stepper:
         self.update.check(last=self._hooks.are_last)
 
     def begin(self) -> None:
-        """Torch's step follows, as far as it is not taken here."""
+        """Open the shards and take the step here if that is possible.
+
+        Torch's own step follows. It finds empty groups if the step was taken here; otherwise it takes the step.
+        """
         self._open = True
         open_shards(self.shards)
         self.update.take(last=self._hooks.are_last)
@@ -356,7 +363,10 @@ class ModelSide(Protocol):
         """Buffers, and what trains, where they are not as they were at first; compared over ranks."""
 
     def settle(self) -> bool:
-        """Bring the plan to what trains; whether the plan was not there. Collective."""
+        """Make plan, units and optimizers follow what was unfrozen or added since the plan was made. Collective.
+
+        Returns whether there was any such change.
+        """
 
 
 @dataclass(frozen=True)
@@ -437,14 +447,14 @@ class Step:
 
     def forget_gradients(self) -> None:
         """The gradients are gone, and what was done to them is void; not collective."""
-        self._guard()  # a step may have been cut off
+        self._end_steps()  # a step may have been cut off
         self.history.clear()
         for stepper in self.steppers:
             self.rounds.gradients_go(stepper.index)
 
     def drop_gradients(self, stepper: Stepper, *, set_to_none: bool = True) -> None:
         """Those of one optimizer are gone; not collective."""
-        self._guard()
+        self._end_steps()
         stepper.drop_gradients(set_to_none=set_to_none)
         self.rounds.gradients_go(stepper.index)
         self.history.zeroed(stepper.index, len(self.steppers))
@@ -505,7 +515,7 @@ class Step:
                 "optimizer.step(closure) would run backward inside the step; call backward first, "
                 "then optimizer.step()"
             )
-        self._guard()  # torch's step before this one may have raised
+        self._end_steps()  # torch's step before this one may have raised
         stepper = self._stepper_of(optimizer)
         several = len(self.steppers) > 1
         ended = self._model.before_update(stepper.slots if several else self._all_units)
@@ -530,13 +540,14 @@ class Step:
             flags[unit] = unit.gradients.usage.step(fresh, emptied)
             if unit.gradients.present:
                 unit.gradients.skip_unused(flags[unit])
-        # Late by one step, also where this one is skipped; of its own, so that all begin or none.
+        # Bring this optimizer's delayed update of the step before to the model, even if this step is skipped.
+        # ``pending`` is equal on all ranks, so all ranks do it or none.
         if stepper.update.pending:
             self._stream(stepper, stepper.update.finish)
         if now.skipped:
             stepper.drop_gradients()
             self.rounds.gradients_go(stepper.index)
-            return
+            return  # gradients are None now, so torch's own step changes nothing
         if stepper.slots and not stepper.has_gradients(flags):
             self.skips.tell_nothing_to_do()
         if stepper.together:
@@ -590,8 +601,8 @@ class Step:
     def _stepper_of(self, optimizer: Optimizer) -> Stepper:
         return next(stepper for stepper in self.steppers if stepper.optimizer is optimizer)
 
-    def _guard(self) -> None:
-        """After a step; also after one that has raised."""
+    def _end_steps(self) -> None:
+        """Put pieces back into their groups and guard them; nothing if no step is open."""
         for stepper in self.steppers:
             stepper.end()
 
@@ -623,7 +634,7 @@ class Step:
         if not stepper.update.taken:
             for unit in self._all_units:
                 unit.whole.check_values()  # an optimizer with a list of its own changes the model past the masters
-        self._guard()
+        self._end_steps()
         # Also after a step that was skipped: what a loop has done to the optimizer's parameters before it stands.
         self._refresh(stepper, now.ended)
         torch.clear_autocast_cache()  # casts of the old weights, in a block around several steps
