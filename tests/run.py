@@ -56,7 +56,8 @@ class Phase:
         # mpirun shows each rank a terminal
         pytest.append(f"--color={'yes' if sys.stdout.isatty() else 'no'}")
         if not self.ranks:
-            return [*pytest, f"--lanes={LANES}", *arguments]
+            # Early, before a conftest of the files in question can start MPI.
+            return [*pytest, "-p", "tests.helpers.lanes", f"--lanes={LANES}", *arguments]
         return ["install/launch.sh", str(self.ranks), *pytest, "--with-mpi", *arguments]
 
     def beside(self, others: list[Launch]) -> bool:

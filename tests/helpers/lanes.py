@@ -37,12 +37,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Called only where ``-p`` names this file, as ``tests/run.py`` does for lanes."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # what is collected may import MPI; each lane starts its own
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     lanes = config.getoption("--lanes")
     if lanes:
-        import mpi4py
-
-        mpi4py.rc.initialize = False  # what is collected may import MPI; each lane starts its own
         atexit.register(_end_mpi)  # the first, so called after what other libraries register
         config.pluginmanager.register(Lanes(lanes), "hpczero-lanes")
 
