@@ -37,11 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests() -> None:
+def pytest_load_initial_conftests(args: list[str]) -> None:
     """Called only where ``-p`` names this file, as ``tests/run.py`` does for lanes."""
-    import mpi4py
+    if any(argument.startswith("--lanes") for argument in args):
+        import mpi4py
 
-    mpi4py.rc.initialize = False  # what is collected may import MPI; each lane starts its own
+        mpi4py.rc.initialize = False  # what is collected may import MPI; each lane starts its own
 
 
 @pytest.hookimpl(tryfirst=True)
