@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -395,6 +396,7 @@ def test_store_keeps_what_any_rank_has_set(comm: MPI.Intracomm) -> None:
     with bridge(comm):
         store = dist.distributed_c10d._get_default_store()
         if comm.rank == comm.size - 1:
+            time.sleep(0.2)  # the others ask for it before it is there
             store.set("key", "from the last")
         parallel_assert(comm, store.get("key") == b"from the last")
         counts = comm.allgather(store.add("count", 2))
