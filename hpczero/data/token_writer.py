@@ -27,7 +27,7 @@ from hpczero.data.appendix import FORMAT, SPLITS, VERSION, Description, SplitPar
 from hpczero.data.team import Alone, Team
 from hpczero.data.tokenize import Tokenizer
 from hpczero.errors import DataError
-from hpczero.files.direct import read_at, write_at, written_spans
+from hpczero.files.direct import read_at, write_at
 from hpczero.files.regular import WHY, Explained
 
 # HDF5's part of a token file: its structures are made in memory, around tokens that are in the file already.
@@ -59,7 +59,7 @@ class Structure:
 
     Attributes:
         places: where the tokens of each split begin, in bytes.
-        pieces: place and bytes of all the rest, in whole pages.
+        pieces: place and bytes of all that is not tokens.
         nbytes: length of HDF5's part of the file.
     """
 
@@ -95,10 +95,16 @@ def structure_of(
                 group.attrs.update(dataset.attributes)
             file.attrs.update(attributes)
         made = image.fileno()
-        pieces = tuple(
-            (start, read_at(made, start, end - start)) for start, end in written_spans(made)
-        )
-        return Structure(tuple(places), pieces, os.fstat(made).st_size)
+        nbytes = os.fstat(made).st_size
+        # Not the written pages of the image: a page of the system may be larger than PAGE, and hold tokens too.
+        edges = [0]
+        for place, dataset in zip(places, datasets, strict=True):
+            if dataset.numel:
+                edges += [place, place + dataset.numel * dtype.itemsize]
+        edges.append(nbytes)
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        pieces = tuple((start, read_at(made, start, stop - start)) for start, stop in gaps)
+        return Structure(tuple(places), pieces, nbytes)
 
 
 def places(dtype: np.dtype[Any], train_numel: int) -> tuple[int, ...]:
