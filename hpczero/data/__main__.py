@@ -124,7 +124,7 @@ class Show:
 
 @dataclass(frozen=True)
 class Verify:
-    """Read all of a token file and hold it against its digests; exits with 78 where it is damaged."""
+    """Read all tokens of a token file and hold them against their digests; exits with 78 where one is damaged."""
 
     file: tyro.conf.Positional[Path]
     """The token file."""
@@ -176,6 +176,10 @@ def main() -> None:
         prog="python -m hpczero.data",
         description="Make, inspect and check token files.",
     )
+    if (
+        isinstance(command, Prepare) and "" in sys.argv[1:]
+    ):  # a path of it would be the folder one is in
+        raise ConfigError("got an empty argument, expected a path; is a shell variable not set?")
     command()
 
 

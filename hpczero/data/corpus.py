@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 BLOCK_NBYTES = 4 * 2**20
 REST_NBYTES = 4 * 2**20  # of the line that a block ends in; more of it is for the next block
 ROWS = (".arrow", ".parquet")  # how files of rows end; as text their bytes mean nothing
+# What files begin with that hold text in packed form, if any.
+BINARY = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+    b"\xfd7zXZ\x00": "xz",
+    b"BZh": "bzip2",
+    b"PK\x03\x04": "zip",
+    b"\x89HDF\r\n": "HDF5",
+}
 # Third-party packages are not the standard library, and its tests are more bytes than all the rest.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
@@ -118,7 +127,7 @@ class Corpus:
     def of_paths(
         cls, paths: Sequence[Path], progress: Progress | None = None, team: Team | None = None
     ) -> Corpus:
-        """Files, and all files below folders, except empty ones and names that begin with a dot.
+        """Files, and all files below folders, except empty ones and names that begin with a dot. Links are followed.
 
         Args:
             paths: Of files and folders.
@@ -126,7 +135,7 @@ class Corpus:
             team: Ranks that share the hashing; collective over it. Rank 0 lists the files. None: this process alone.
 
         Raises:
-            DataError: A path is missing, unreadable, holds no text, or is a file of rows; on every rank.
+            DataError: A path is missing, unreadable, holds no text, is a file of rows, or is packed; on every rank.
         """
         team = team or Alone(progress)
         listed = _listed(paths, team)
@@ -237,11 +246,23 @@ def _files_below(folder: Path, progress: Progress, skip: frozenset[str]) -> list
         raise _no_listing(error) from error
 
     found: list[Path] = []
-    for parent, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+    seen: set[str] = set()  # links may lead in circles
+    for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=not skip):
+        seen.add(os.path.realpath(parent))
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in skip
+            and os.path.realpath(os.path.join(parent, name)) not in seen
+        ]
         for path in (Path(parent, name) for name in files if not name.startswith(".")):
             if path.is_file():
                 found.append(path)
+            elif not skip and path.is_symlink() and not path.exists():
+                raise DataError(
+                    f"{path}: is a link to a file that is not there; take the link away"
+                )
             progress.advance()
         progress.advance()
     return sorted(found)
@@ -253,6 +274,13 @@ def _refuse_rows(path: Path) -> None:
             f"{path}: is a file of rows, not text; tokenize the column that has the text: "
             "python -m hpczero.data prepare PATHS --column NAME"
         )
+
+
+def _refuse_binary(path: Path, begin: bytes) -> None:
+    """Refuse files that hold text in packed form, or none at all, by their first bytes."""
+    for signature, kind in BINARY.items():
+        if begin.startswith(signature):
+            raise DataError(f"{path}: is a file of {kind}, not text; give its text, unpacked")
 
 
 def _no_listing(error: OSError) -> DataError:
@@ -269,6 +297,8 @@ def _hashing(path: Path, progress: Progress, into: list[tuple[Path, Document]]) 
     """Measure and hash a file, in steps of a block. The document is then the last ``into``."""
     digest, nbytes, table = hashlib.sha256(), 0, []
     for block in _blocks(path):
+        if not nbytes:
+            _refuse_binary(path, block)
         digest.update(block)
         table.append(TextBlock(nbytes, len(block), xxhash.xxh3_64_intdigest(block)))
         nbytes += len(block)

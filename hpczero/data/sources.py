@@ -45,7 +45,7 @@ from hpczero.data.batches import (
     check_global_batch,
     positions,
 )
-from hpczero.data.tokenize import BPETokenizer, IdsTokenizer, Tokenizer, same_tokenizer
+from hpczero.data.tokenize import IdsTokenizer, LibraryTokenizer, Tokenizer, same_tokenizer
 from hpczero.data.tokens import TokenFile, TokenSplit
 from hpczero.errors import ConfigError, DataError
 from hpczero.files.regular import is_there, open_regular, read_text, reason
@@ -324,7 +324,7 @@ else:
 HELD_OUT = 0.05  # of a flat file without a validation file
 KEYS: dict[str, dict[str, Any]] = {
     "source": {"path": str, "weight": (int, float), "validation": str, "dtype": str},
-    "tokenizer": {"file": str, "vocab_size": int, "separator": int},
+    "tokenizer": {"file": str, "vocab_size": int, "separator": (int, str)},
 }
 
 
@@ -509,18 +509,15 @@ def _tokenizer(path: Path, files: list[TokenFile], stated: Mapping[str, Any]) ->
             )
     if files:
         return files[0].tokenizer
-    if "file" in stated and len(stated) == 1:
-        try:
-            from tokenizers import Tokenizer as Library
-
-            return BPETokenizer(Library.from_file(str(path.parent / stated["file"])))
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{path}: {stated['file']} is no tokenizer.json ({error})") from error
     size, separator = stated.get("vocab_size", 0), stated.get("separator")
-    if "file" in stated or size < 1 or not 0 <= (separator or 0) < size:
+    if "file" in stated and not size and not isinstance(separator, int):
+        return LibraryTokenizer.of_file(str(path.parent / stated["file"]), separator)
+    of_ids = separator is None or isinstance(separator, int)
+    if "file" in stated or not of_ids or size < 1 or not 0 <= (separator or 0) < size:
         raise DataError(
-            f"{path}: no source is a token file, so say whose tokens they are: [tokenizer] with file alone, or with "
-            f"vocab_size of 1 or more and perhaps separator below it; got {dict(stated)}"
+            f"{path}: no source is a token file, so say whose tokens they are: [tokenizer] with file, and perhaps the "
+            "token that ends a document as separator; or with vocab_size of 1 or more and perhaps a number below it as "
+            f"separator; got {dict(stated)}"
         )
     return IdsTokenizer(size, separator)
 

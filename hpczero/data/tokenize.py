@@ -289,18 +289,20 @@ class LibraryTokenizer:
 
     Args:
         model: of the library. Truncation and padding are switched off.
-        separator: the id that ends a document.
+        separator: the id that ends a document; None: that is not known.
     """
 
-    def __init__(self, model: tokenizers.Tokenizer, separator: int) -> None:
+    def __init__(self, model: tokenizers.Tokenizer, separator: int | None) -> None:
         model.no_truncation()
         model.no_padding()
-        self.model, self.separator = model, separator
+        self.model, self._separator = model, separator
         self.vocab_size = 1 + max(model.get_vocab(with_added_tokens=True).values())
 
     @classmethod
-    def of_file(cls, path: str, separator: str) -> LibraryTokenizer:
+    def of_file(cls, path: str, separator: str | None) -> LibraryTokenizer:
         """The tokenizer of a ``tokenizer.json``, with the token that ends a document, such as ``"<|endoftext|>"``.
+
+        None leaves it unknown.
 
         Raises:
             DataError: it is no such file, or does not know the separator.
@@ -311,8 +313,8 @@ class LibraryTokenizer:
             model = Library.from_file(path)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{path}: is no tokenizer.json ({error})") from error
-        found = model.token_to_id(separator)
-        if found is None:
+        found = None if separator is None else model.token_to_id(separator)
+        if found is None and separator is not None:
             added = model.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special]
             raise DataError(
@@ -320,6 +322,11 @@ class LibraryTokenizer:
                 f"{', '.join(map(repr, special[:8])) or 'none'}"
             )
         return cls(model, found)
+
+    @property
+    def separator(self) -> int:
+        """The id that ends a document. Raises DataError if it is not known."""
+        return _known(self._separator)
 
     def encode(self, text: bytes) -> npt.NDArray[np.int64]:
         """Ids of ``text``, int64 (n,). Raises DataError if it is not UTF-8."""
@@ -337,13 +344,13 @@ class LibraryTokenizer:
 
     def decode(self, ids: Sequence[int]) -> bytes:
         """The text of ids in UTF-8, without separators."""
-        kept = [index for index in ids if index != self.separator]
+        kept = [index for index in ids if index != self._separator]
         return self.model.decode(kept, skip_special_tokens=False).encode()
 
     def to_json(self) -> str:
         """The form that ``from_json`` reads; ``model`` inside it is the library's own format."""
         model = json.loads(self.model.to_str())
-        return json.dumps({"kind": "library", "model": model, "separator": self.separator})
+        return json.dumps({"kind": "library", "model": model, "separator": self._separator})
 
 
 class IdsTokenizer:
@@ -361,11 +368,7 @@ class IdsTokenizer:
     @property
     def separator(self) -> int:
         """The id that ends a document. Raises DataError if it is not known."""
-        if self._separator is None:
-            raise DataError(
-                "these tokens came without a separator of documents; state it as tokenizer.separator"
-            )
-        return self._separator
+        return _known(self._separator)
 
     def encode(self, *given: Any) -> Any:
         """Raises DataError, as ``encode_all``, ``parts`` and ``decode`` do."""
@@ -380,6 +383,14 @@ class IdsTokenizer:
         return json.dumps(
             {"kind": "ids", "vocab_size": self.vocab_size, "separator": self._separator}
         )
+
+
+def _known(separator: int | None) -> int:
+    if separator is None:
+        raise DataError(
+            "these tokens came without a separator of documents; state it as tokenizer.separator"
+        )
+    return separator
 
 
 def from_json(text: str) -> Tokenizer:
@@ -401,7 +412,7 @@ def from_json(text: str) -> Tokenizer:
             model = Library.from_str(json.dumps(description["model"]))
             if kind == "bpe":
                 return BPETokenizer(model)
-            return LibraryTokenizer(model, int(description["separator"]))
+            return LibraryTokenizer(model, description["separator"])
     except Exception as error:  # the library raises bare Exception for a malformed model
         raise DataError(
             f"malformed tokenizer description ({error}); prepare the tokens again"
@@ -411,18 +422,19 @@ def from_json(text: str) -> Tokenizer:
     )
 
 
-def as_library(tokenizer: Tokenizer) -> tuple[tokenizers.Tokenizer, str] | None:
-    """The same tokenizer for the ``tokenizers`` library, and the token that ends a document.
+def as_library(tokenizer: Tokenizer) -> tuple[tokenizers.Tokenizer, int | None] | None:
+    """The same tokenizer for the ``tokenizers`` library, and the id that ends a document, if that is known.
 
     None for ``IdsTokenizer``, which knows no text. The separator gets a token, ``<|endoftext|>``, where it has none. A
-    text that holds this token literally becomes the separator there, as with GPT-2's tokenizer.
+    text that holds this token literally becomes the separator there, as with GPT-2's tokenizer. Nothing is added to a
+    text: the model was trained on none of what a post-processor would add.
     """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
     if isinstance(tokenizer, LibraryTokenizer):
-        end = tokenizer.model.id_to_token(tokenizer.separator)
-        return (tokenizer.model, end) if end is not None else None
+        plain = json.loads(tokenizer.model.to_str()) | {"post_processor": None}
+        return Library.from_str(json.dumps(plain)), json.loads(tokenizer.to_json())["separator"]
     if isinstance(tokenizer, BPETokenizer):
         library = Library.from_str(tokenizer.model.to_str())
     elif isinstance(tokenizer, ByteTokenizer):
@@ -432,7 +444,7 @@ def as_library(tokenizer: Tokenizer) -> tuple[tokenizers.Tokenizer, str] | None:
     else:
         return None
     library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    return library, END_OF_TEXT
+    return library, tokenizer.separator
 
 
 def _byte_letters() -> dict[str, int]:

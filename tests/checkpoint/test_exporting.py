@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import save_file
 
@@ -21,6 +22,7 @@ from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import step_folder
 from hpczero.checkpoint.foreign.exporting import Exported, WeightsForm, cast, export
 from hpczero.data import BPETokenizer, ByteTokenizer
+from hpczero.data.tokenize import LibraryTokenizer
 from hpczero.errors import ConfigError, CorruptCheckpoint
 from tests.checkpoint.damage import datasets, flip_in
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, once, read_all, state, theirs
@@ -273,13 +275,21 @@ def test_transformers_gives_the_same_logits(
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "library"])
 def test_the_runs_tokenizer_goes_along(tmp_path: Path, kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     text = "Was it a bird? No:\n\n\tit's 3 ünïcödé birds, 鳥 \U0001f426\n" * 3
     ours: Any = ByteTokenizer()
     if kind == "bpe":
         ours = BPETokenizer.train([text.encode()], 300)
+    elif kind == "library":  # it adds a token, which no row was trained with
+        learnt = BPETokenizer.train([text.encode()], 300).model
+        learnt.add_special_tokens(["<|endoftext|>"])
+        end = learnt.token_to_id("<|endoftext|>")
+        learnt.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", end)]
+        )
+        ours = LibraryTokenizer(learnt, end)
     model = tiny_gpt(vocab_size=ours.vocab_size)
     path = gpt_checkpoint(tmp_path / "run", model, tokenizer=ours.to_json(), heads=2)
     export(path, tmp_path / "out", WeightsForm(layout="transformers"))

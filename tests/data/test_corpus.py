@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import sys
 import sysconfig
 from pathlib import Path
 
+import h5py
 import pytest
 
 from hpczero.data import Corpus, corpus
-from hpczero.errors import DataError
+from hpczero.data.__main__ import main
+from hpczero.errors import ConfigError, DataError
 from tests.data.blocks import blocks_of
 
 
@@ -29,10 +33,33 @@ def test_folders_give_all_visible_files_and_files_themselves(tmp_path: Path) -> 
     write(tmp_path / "a/empty", b"")
     write(tmp_path / "a/.git/config", b"hidden")
     write(tmp_path / "a/.hidden", b"hidden")
+    write(tmp_path / "elsewhere/four", b"four")
+    (tmp_path / "a/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "a/deep/back").symlink_to(tmp_path / "a")  # a circle
     alone = write(tmp_path / "three.txt", b"three")
     found = Corpus.of_paths([tmp_path / "a", alone, tmp_path / "a/one.txt"])
-    assert sorted(texts(found)) == [b"one", b"three", b"two"]
-    assert found.nbytes == 11
+    assert sorted(texts(found)) == [b"four", b"one", b"three", b"two"]
+    assert found.nbytes == 15
+
+
+@pytest.mark.parametrize("kind", ["gzip", "HDF5", "link"])
+def test_what_a_folder_holds_beside_text_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    write(tmp_path / "a/one.txt", b"one")
+    if kind == "gzip":
+        write(tmp_path / "a/two", gzip.compress(b"two"))
+    elif kind == "HDF5":
+        h5py.File(tmp_path / "a/two", "w").close()
+    else:
+        (tmp_path / "a/two").symlink_to(tmp_path / "nowhere")
+    said = "link to a file that is not there" if kind == "link" else f"a file of {kind}, not text"
+    with pytest.raises(DataError, match=f"a/two: is {'a ' if kind == 'link' else ''}{said}"):
+        Corpus.of_paths([tmp_path / "a"])
+
+
+def test_an_empty_path_is_not_the_folder_one_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["data", "prepare", ""])
+    with pytest.raises(ConfigError, match="got an empty argument"):
+        main()
 
 
 def test_order_and_digest_depend_on_contents_alone(tmp_path: Path) -> None:

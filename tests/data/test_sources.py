@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.data import BPETokenizer, Corpus, prepare
+from hpczero.data import Corpus, prepare
 from hpczero.data.sources import MixedBatches, Sources, Turns
 from hpczero.data.tokenize import IdsTokenizer, from_json
 from hpczero.errors import ConfigError, DataError
+from tests.data.test_rows import library_tokenizer
 from tests.helpers.killed import Job
 from tests.helpers.runs import losses, options, train
 
@@ -182,7 +184,8 @@ def test_file_that_is_cut_while_it_is_mapped_is_an_error_and_no_crash(tmp_path: 
         ("", "say whose tokens they are"),
         ("vocab_size = 0", "say whose tokens they are"),
         ("vocab_size = 5\nseparator = 5", "say whose tokens they are"),
-        ('file = "none.json"', "none.json is no tokenizer.json"),
+        ("vocab_size = 5\nseparator = 'x'", "say whose tokens they are"),
+        ('file = "none.json"', "none.json: is no tokenizer.json"),
         ("size = 5", "tokenizer has size = 5"),
     ],
 )
@@ -192,17 +195,26 @@ def test_tokens_without_a_vocabulary_are_refused(tmp_path: Path, tokenizer: str,
         Sources.open(sources(tmp_path, 'path = "a.bin"', tokenizer=tokenizer))
 
 
-def test_tokenizer_of_the_library_reads_flat_tokens_back(tmp_path: Path) -> None:
-    text = b"some words and some more words\n" * 50
-    learnt = BPETokenizer.train([text], 270)
-    learnt.model.save(str(tmp_path / "tokenizer.json"))
-    np.save(tmp_path / "a.npy", learnt.encode(text))
-    with Sources.open(
-        sources(tmp_path, 'path = "a.npy"', tokenizer='file = "tokenizer.json"')
-    ) as found:
-        start = found.sources[0].train[:20].tolist()
-        assert text.startswith(found.tokenizer.decode(start))
-        assert len(found.tokenizer.decode(start)) > 20
+@pytest.mark.parametrize("separator", ['separator = "<end>"', ""])
+def test_tokenizer_of_the_library_is_taken_without_what_it_adds_cuts_and_fills(
+    tmp_path: Path, separator: str
+) -> None:
+    text = "some words and some more words"
+    plain = tokenizers.Tokenizer.from_file(str(library_tokenizer([text] * 20, tmp_path)))
+    plain.no_truncation()
+    plain.no_padding()
+    expected = plain.encode(text, add_special_tokens=False).ids
+    np.save(tmp_path / "a.npy", np.array(expected * 50))
+    table = f'file = "tokenizer.json"\n{separator}'
+    with Sources.open(sources(tmp_path, 'path = "a.npy"', tokenizer=table)) as found:
+        ours = from_json(found.tokenizer.to_json())
+        assert ours.encode(text.encode()).tolist() == expected
+        assert ours.vocab_size == plain.get_vocab_size()
+        if separator:
+            assert ours.separator == plain.token_to_id("<end>")
+            return
+        with pytest.raises(DataError, match="without a separator of documents"):
+            _ = ours.separator
 
 
 def test_ids_alone_say_that_they_are_no_text() -> None:

@@ -223,11 +223,13 @@ class _Names:
         config = dict(self.config or {})
         tokenizer = from_json(self._tokenizer) if isinstance(self._tokenizer, str) else None
         found = as_library(tokenizer) if tokenizer is not None else None
-        if tokenizer is not None and found is not None:
+        if found is not None:
             library, end = found
-            config["eos_token_id"] = tokenizer.separator
+            said = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            token = None if end is None else library.id_to_token(end)
+            if token is not None:
+                config["eos_token_id"], said["eos_token"] = end, token
             safefile.write_json(folder / "tokenizer.json", json.loads(library.to_str()))
-            said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
             safefile.write_json(folder / "tokenizer_config.json", said)
         safefile.write_json(folder / "config.json", config)
 
