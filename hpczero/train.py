@@ -30,8 +30,7 @@ def main() -> int:
     environment = Environment.read()
     # Now: the imports below take seconds, in which SIGUSR1 would end the process.
     with Signals() as signals:
-        path, level = config.run.path, config.log.level
-        tell_start("hpczero.train", environment.launched_ranks, results=path, level=level)
+        tell_start(config, environment.launched_ranks)
         # Here and not at the top: the line above must not wait for NumPy, which this takes, nor the other ranks.
         if launcher_rank() == 0:
             from hpczero.run.starting.precheck import mistake_of

@@ -42,6 +42,7 @@ from hpczero.activations.store import (
 from hpczero.comm.awareness import reach_of
 from hpczero.comm.collectives import Flat
 from hpczero.errors import PlanError, TierError
+from hpczero.files.regular import Closing
 from hpczero.job.group import Group, unlike
 from hpczero.plan.offload import LEAST_NBYTES, MIB, Activations, Medium
 from hpczero.tier import DiskTier, Flow, HostTier, Tier
@@ -188,7 +189,7 @@ logger = logging.getLogger("hpczero.activations")
 Policy = Callable[..., Any] | list[Any]
 
 
-class Checkpointing:
+class Checkpointing(Closing):
     """Calls blocks so that only their inputs are kept for backward. One object serves all blocks of a model."""
 
     def __init__(
@@ -423,12 +424,6 @@ class Checkpointing:
             "activations: a Checkpointing has a place on this node and cannot be pickled; leave it out of what is saved"
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def _pack(
     rest: InputStorage, waiting: deque[Tensor], call: int, saved: Tensor
@@ -444,8 +439,5 @@ def _opened(asked: Activations, accelerator: Accelerator) -> Tier:
         return HostTier(blocks=asked.buffers, block_nbytes=asked.window, accelerator=accelerator)
     assert asked.folder is not None, "checked"
     return DiskTier(
-        Path(asked.folder),
-        blocks=asked.buffers,
-        block_nbytes=asked.window,
-        accelerator=accelerator,
+        Path(asked.folder), blocks=asked.buffers, block_nbytes=asked.window, accelerator=accelerator
     )

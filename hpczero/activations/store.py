@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError, TierError
+from hpczero.job.group import told_all
 from hpczero.kernels.norm import digest_of_bits
 from hpczero.memory.buffers import Memory
 from hpczero.plan.offload import SPARE
@@ -489,9 +490,8 @@ class Partitioned(InputStorage):
         if raw.storage_offset() % 8:  # which words of 64 bits cannot begin at
             raw = raw.clone()
         digest = int(digest_of_bits(raw).item())
-        shape = repr(
-            replace(form, offset=0)
-        )  # memory of NumPy begins anywhere, on each rank elsewhere
+        # Memory of NumPy begins anywhere, on each rank elsewhere.
+        shape = repr(replace(form, offset=0))
         words = [digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, zlib.crc32(shape.encode())]
         if not self._are_equal(words):
             mine = f"{list(form.shape)} {form.dtype} {digest & 0xFFFFFFFFFFFFFFFF:016x}"
@@ -513,5 +513,4 @@ class Partitioned(InputStorage):
             "ranks that compute one block together, with the same samples and the same dropout; not over ranks that "
             "share a sequence. Else leave the group out"
         )
-        error.agreed = self._group.is_job
-        return error
+        return told_all(error, self._group.comm)

@@ -60,7 +60,6 @@ class Adapter:
 
     def with_vocabulary(self, size: int) -> Adapter:
         """The same model for another number of token ids."""
-        del size
         raise ConfigError(
             f"{type(self).__name__} reads text and has no with_vocabulary(size); write one that returns an adapter for "
             "this number of token ids"
@@ -68,7 +67,6 @@ class Adapter:
 
     def with_separator(self, separator: int) -> Adapter:
         """The same model, which keeps documents apart that end with the id ``separator``."""
-        del separator
         raise ConfigError(
             f"data.documents: {type(self).__name__} has no with_separator(separator), so it cannot keep documents "
             "apart; expected joined"
@@ -76,7 +74,6 @@ class Adapter:
 
     def with_checkpointing(self, checkpointing: bool) -> Adapter:
         """The same model that checkpoints its activations, or keeps them."""
-        del checkpointing
         return self
 
     def build(self) -> nn.Module:
@@ -119,7 +116,6 @@ class Adapter:
 
     def decays(self, name: str, parameter: Tensor) -> bool:
         """Whether weight decay applies to this parameter: to matrices, and not to biases and norms."""
-        del name
         return parameter.dim() >= 2
 
     def initializer(self, model: nn.Module, seed: int) -> Callable[[str, Tensor], None] | None:
@@ -128,12 +124,10 @@ class Adapter:
         None: the model keeps what it was built with. Values depend on seed, name and shape. With a method
         ``fill_range`` (``hpczero.RangeInitializer``) each rank draws its own shard alone.
         """
-        del model, seed
         return None
 
     def units(self, model: nn.Module) -> Sequence[tuple[str, ...]] | None:
         """Which modules are gathered and reduced at once, by name; None: ``hpczero.plan.rules.default_rule``."""
-        del model
         return None
 
     def stages(self, model: nn.Module) -> Stages:
@@ -152,7 +146,6 @@ class Adapter:
 
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Tensor]) -> None:
         """Have ``call(block, *inputs)`` call each block of ``model`` where gradients are wanted, from now on."""
-        del call
         raise PlanError(
             f"activations.checkpointing: {type(self).__name__} does not say what the blocks of {type(model).__name__} "
             "are, so no blocks can be computed again; write call_blocks_by(model, call), or leave it at none"

@@ -408,12 +408,7 @@ class DirectReads(BridgeExchange):
         self._meet(f"{what}, read")
 
     def _reduce_read(
-        self,
-        reads: Reads,
-        addresses: Sequence[int],
-        own: Tensor,
-        out: Tensor,
-        reduction: Reduction,
+        self, reads: Reads, addresses: Sequence[int], own: Tensor, out: Tensor, reduction: Reduction
     ) -> None:
         """Reduce what lies at ``addresses``, of each rank as much as ``own``, into ``out``."""
         scratch = own.new_empty(self.size, min(PIECE_NUMEL, own.numel()))

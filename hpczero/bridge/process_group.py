@@ -279,10 +279,7 @@ class MPIProcessGroup(_Named):
 
 
 def _reduced(
-    exchange: BridgeExchange,
-    outs: Tensors,
-    inps: Sequence[Tensor | Tensors],
-    reduction: Reduction,
+    exchange: BridgeExchange, outs: Tensors, inps: Sequence[Tensor | Tensors], reduction: Reduction
 ) -> list[Part]:
     """Each of ``outs``, and how it is reduced from a tensor for all ranks, or from one for each."""
 

@@ -258,7 +258,7 @@ def init(
         TopologyError: MPI lets one thread call it alone, the ranks that were started do not see each other, or
             ``nodes`` does not name one node for each rank; on every rank.
     """
-    if _is_by_default():
+    if getattr(dist.group.WORLD, "by_default", False):
         dist.destroy_process_group()
     if dist.is_initialized():
         raise ConfigError(
@@ -309,11 +309,6 @@ def init_by_default(topology: Topology) -> None:
         whole = dist.group.WORLD
         assert isinstance(whole, OwnedProcessGroup), "made above"
         whole.by_default = True
-
-
-def _is_by_default() -> bool:
-    whole = dist.group.WORLD
-    return isinstance(whole, OwnedProcessGroup) and whole.by_default
 
 
 def _create(options: Any, given: Any) -> OwnedProcessGroup:

@@ -17,12 +17,12 @@ from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk import folder
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, digest
 from hpczero.checkpoint.disk.lines import asides
-from hpczero.checkpoint.disk.rawfile import opened, rest_digest
+from hpczero.checkpoint.disk.rawfile import rest_digest
 from hpczero.checkpoint.disk.stored import check_content
 from hpczero.checkpoint.foreign.exporting import WeightsForm, export
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint, run
 from hpczero.files.direct import read_at
-from hpczero.files.regular import is_there, reason, shown
+from hpczero.files.regular import is_there, opened, reason, shown
 from hpczero.options.config import TrainOptions
 from hpczero.options.reading import parse_command_line
 
@@ -187,9 +187,6 @@ def _damaged_slabs(path: Path, manifest: Manifest) -> Iterator[str]:
                     yield manifest.damage(path, dataset, slab)
 
 
-DESCRIPTION = "List, verify, export and import checkpoints. One process; no MPI is started."
-
-
 @dataclass(frozen=True)
 class Ls:
     """List the checkpoints in a folder, newest first, and below them those that were set aside.
@@ -199,6 +196,25 @@ class Ls:
     """
 
     path: tyro.conf.Positional[Path]
+
+    def __call__(self) -> int:
+        """Print one line for each."""
+        title = (
+            f"{'step':>12} {'MiB':>10} {'parameters':>14} {'ranks':>6}  {'saved (UTC)':<20} path"
+        )
+        aside = asides(folder.folder_at(self.path))
+        try:
+            found = folder.checkpoints_at(self.path)
+        except ConfigError:
+            if not aside:
+                raise
+            found = []
+        lines = [title, *map(_row, found)]
+        for place in aside:
+            lines.append(f"{'set aside':>12}: what a run did not go on from; it counts no more")
+            lines += map(_row, folder.Folder(place).candidates())
+        sys.stdout.write("\n".join(lines) + "\n")
+        return 0
 
 
 @dataclass(frozen=True)
@@ -215,6 +231,18 @@ class VerifyCheckpoint:
     path: tyro.conf.Positional[Path]
     quick: tyro.conf.UseCounterAction[int] = 0
 
+    def __call__(self) -> int:
+        """Print what is wrong, and return the worst verdict."""
+        worst = Verdict.SOUND
+        for path in folder.checkpoints_at(self.path):
+            report = verify(path, deep=not self.quick)
+            worst = max(worst, report.verdict)
+            for problem in report.problems:
+                sys.stdout.write(f"{problem}\n")
+            said = f"{report.verdict.name.lower()}, {report.read_nbytes:,} bytes read"
+            sys.stdout.write(f"{path}: {said}\n")
+        return int(worst)
+
 
 @dataclass(frozen=True)
 class Export:
@@ -228,6 +256,19 @@ class Export:
     checkpoint: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="CHECKPOINT")]]
     out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
     form: Annotated[WeightsForm, tyro.conf.arg(name="")] = WeightsForm()  # noqa: RUF009  (frozen)
+
+    def __call__(self) -> int:
+        """Write them, and print what was written."""
+        found = export(self.checkpoint, self.out, self.form)
+        sys.stdout.write(
+            f"{self.out}: {found.num_tensors:,} tensors, {found.nbytes:,} bytes, of step {found.step:,} in "
+            f"{found.checkpoint}\n"
+        )
+        if self.form.layout != "hpczero" and not (self.out / "tokenizer.json").exists():
+            sys.stdout.write(
+                "the checkpoint knows no tokenizer of text: AutoTokenizer would make an empty one\n"
+            )
+        return 0
 
 
 @dataclass(frozen=True)
@@ -251,6 +292,21 @@ class Import:
     tied: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
 
+    def __call__(self) -> int:
+        """Make it, and print how to train from it."""
+        tied = dict(entry.partition("=")[::2] for entry in self.tied)
+        if not all(tied.values()):
+            raise ConfigError(
+                f"tied: got {shown(' '.join(self.tied))}, expected FURTHER=NAME for each"
+            )
+        # Not at the top: torch and HDF5 are of no use to the other commands.
+        from hpczero.checkpoint.foreign.converting import convert
+
+        named: dict[str, Any] = {"layout": self.layout, "step": self.step, "buffers": self.buffers}
+        path = convert(self.weights, self.out, tied=tied, **named)
+        sys.stdout.write(f"{path}: imported from {self.weights}\n{how_to_train(path)}\n")
+        return 0
+
 
 Command = (
     Annotated[Ls, tyro.conf.subcommand("ls")]
@@ -266,30 +322,9 @@ def main() -> int:
         cast("type[Ls | VerifyCheckpoint | Export | Import]", Command),
         sys.argv[1:],
         prog="python -m hpczero.checkpoint",
-        description=DESCRIPTION,
+        description="List, verify, export and import checkpoints. One process; no MPI is started.",
     )
-    if isinstance(command, Ls):
-        return _ls(command)
-    if isinstance(command, VerifyCheckpoint):
-        return _verify(command)
-    return _export(command) if isinstance(command, Export) else _import(command)
-
-
-def _ls(command: Ls) -> int:
-    lines = [f"{'step':>12} {'MiB':>10} {'parameters':>14} {'ranks':>6}  {'saved (UTC)':<20} path"]
-    aside = asides(folder.folder_at(command.path))
-    try:
-        found = folder.checkpoints_at(command.path)
-    except ConfigError:
-        if not aside:
-            raise
-        found = []
-    lines += map(_row, found)
-    for place in aside:
-        lines.append(f"{'set aside':>12}: what a run did not go on from; it counts no more")
-        lines += map(_row, folder.Folder(place).candidates())
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
+    return command()
 
 
 def _row(path: Path) -> str:
@@ -301,53 +336,6 @@ def _row(path: Path) -> str:
         f"{m.step:>12,} {m.file_nbytes / 2**20:>10,.1f} {m.table.numel:>14,} {m.world_size:>6}  "
         f"{m.created[:19]:<20} {path}"
     )
-
-
-def _verify(command: VerifyCheckpoint) -> int:
-    worst = Verdict.SOUND
-    for path in folder.checkpoints_at(command.path):
-        report = verify(path, deep=not command.quick)
-        worst = max(worst, report.verdict)
-        for problem in report.problems:
-            sys.stdout.write(f"{problem}\n")
-        sys.stdout.write(
-            f"{path}: {report.verdict.name.lower()}, {report.read_nbytes:,} bytes read\n"
-        )
-    return int(worst)
-
-
-def _export(command: Export) -> int:
-    found = export(command.checkpoint, command.out, command.form)
-    sys.stdout.write(
-        f"{command.out}: {found.num_tensors:,} tensors, {found.nbytes:,} bytes, of step {found.step:,} in "
-        f"{found.checkpoint}\n"
-    )
-    if command.form.layout != "hpczero" and not (command.out / "tokenizer.json").exists():
-        sys.stdout.write(
-            "the checkpoint knows no tokenizer of text: AutoTokenizer would make an empty one\n"
-        )
-    return 0
-
-
-def _import(command: Import) -> int:
-    tied = dict(entry.partition("=")[::2] for entry in command.tied)
-    if not all(tied.values()):
-        raise ConfigError(
-            f"tied: got {shown(' '.join(command.tied))}, expected FURTHER=NAME for each"
-        )
-    # Not at the top: torch and HDF5 are of no use to the other commands.
-    from hpczero.checkpoint.foreign.converting import convert
-
-    path = convert(
-        command.weights,
-        command.out,
-        layout=command.layout,
-        step=command.step,
-        tied=tied,
-        buffers=command.buffers,
-    )
-    sys.stdout.write(f"{path}: imported from {command.weights}\n{how_to_train(path)}\n")
-    return 0
 
 
 if __name__ == "__main__":

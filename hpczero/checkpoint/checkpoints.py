@@ -162,30 +162,27 @@ class Checkpoints:
         is still being written is waited for, and its error raised.
         """
         with (topology := self._sharding.topology).watchdog.operation("a save of a checkpoint"):
-            return self._save(topology, step, extra)
-
-    def _save(self, topology: Topology, step: int, extra: Mapping[str, Any] | None) -> Path:
-        self.wait()
-        self._sharding.unfreezing.settle()
-        self._take()
-        if self._inventory is None or self._inventory.plan is not self._sharding.plan:
-            self._inventory = Inventory.create(self._sharding, only_trained=self._only_trained)
-        snapshot = take(
-            self._sharding,
-            step=step,
-            extra=extra or {},
-            slab_nbytes=self._slab_nbytes,
-            inventory=self._inventory,
-        )
-        with topology.agreed("see which checkpoint it takes the place of"):
-            if topology.is_root:
-                check_replaced(self.folder.path / step_folder(step), snapshot)
-        if self._background is None:
-            return self._writing(snapshot, self._writer)(topology)
-        with topology.agreed("copy the shards"):
-            snapshot = snapshot.copied()
-        self._background.start(self._writing(snapshot, "posix"))
-        return self.folder.path
+            self.wait()
+            self._sharding.unfreezing.settle()
+            self._take()
+            if self._inventory is None or self._inventory.plan is not self._sharding.plan:
+                self._inventory = Inventory.create(self._sharding, only_trained=self._only_trained)
+            snapshot = take(
+                self._sharding,
+                step=step,
+                extra=extra or {},
+                slab_nbytes=self._slab_nbytes,
+                inventory=self._inventory,
+            )
+            with topology.agreed("see which checkpoint it takes the place of"):
+                if topology.is_root:
+                    check_replaced(self.folder.path / step_folder(step), snapshot)
+            if self._background is None:
+                return self._writing(snapshot, self._writer)(topology)
+            with topology.agreed("copy the shards"):
+                snapshot = snapshot.copied()
+            self._background.start(self._writing(snapshot, "posix"))
+            return self.folder.path
 
     def _take(self) -> None:
         """Take the lock of the folder, and finish what a killed job has left there. Collective."""

@@ -31,7 +31,6 @@ from hpczero.errors import CheckpointError
 from hpczero.job.group import unlike
 from hpczero.job.topology import Topology
 from hpczero.plan.placement import ModelPart, Placement, part_of
-from hpczero.zero.averages import Average
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import state_of, with_names
@@ -223,11 +222,6 @@ def averages_of(sharding: Sharding, unit: Unit, position: int) -> dict[str, Any]
             found[PREFIX + name] = average.part(unit, position)
             found[PREFIX + name + COUNT] = average.count
     return found
-
-
-def average_at(sharding: Sharding, key: str) -> Average | None:
-    """Whose elements the key has; None for a state of the optimizer."""
-    return sharding.averages.get(key.removeprefix(PREFIX)) if key.startswith(PREFIX) else None
 
 
 def names_in(keys: Iterable[str]) -> list[str]:
@@ -552,7 +546,8 @@ class Inventory:
 
         Collective over world.
         """
-        average = average_at(self._sharding, key)
+        name = key.removeprefix(PREFIX)
+        average = self._sharding.averages.get(name) if name != key else None
         for unit, owned in self._by_unit(elements, trainable=True):
             if average is not None:
                 average.load(unit, owned)

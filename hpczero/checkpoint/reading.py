@@ -110,20 +110,16 @@ def _ties(ours: on_disk.Table, theirs: on_disk.Table) -> list[str]:
         (ours, theirs, "here", "in the checkpoint"),
         (theirs, ours, "in the checkpoint", "here"),
     ):
-        owners = _owners(other)
+        owners = {
+            row.name: other.rows[row.tied_to].name if row.tied_to is not None else row.name
+            for row in other.rows
+        }
         for row in table.rows:
             if row.tied_to is not None:
                 name = table.rows[row.tied_to].name
                 if owners[row.name] != owners[name]:
                     found.append(f"{row.name} is tied to {name} {where} and not {elsewhere}")
     return found
-
-
-def _owners(table: on_disk.Table) -> dict[str, str]:
-    return {
-        row.name: table.rows[row.tied_to].name if row.tied_to is not None else row.name
-        for row in table.rows
-    }
 
 
 def match_optimizer(

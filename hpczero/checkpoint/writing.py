@@ -481,12 +481,8 @@ def _stage(topology: Topology, what: str, *, collective: str = ""):  # type: ign
         stack.enter_context(topology.agreed(what))
         try:
             yield
-        except (
-            OSError,
-            RuntimeError,
-            MemoryError,
-            ConfigError,
-        ) as error:  # the last: of a folder that cannot be read
+        # The last: of a folder that cannot be read.
+        except (OSError, RuntimeError, MemoryError, ConfigError) as error:
             if isinstance(error, CheckpointError):
                 raise
             remedy = "Check space, quota and permissions"

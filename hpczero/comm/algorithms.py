@@ -191,9 +191,8 @@ class Exchange(_Algorithm, ABC):
                 rank's own included.
             meanwhile: called once, when the call before is complete and messages of this one are on their way.
         """
-        if (
-            self.accelerator is not None
-        ):  # it is waited for once, and the round before travels meanwhile
+        # It is waited for once, and the round before travels meanwhile.
+        if self.accelerator is not None:
             prepare(0, send.count)
             self.accelerator.finish()  # what was read from ``receive`` before has then been read as well
             prepare = _nothing

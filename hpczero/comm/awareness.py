@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from mpi4py import MPI
 
@@ -159,7 +160,7 @@ def decide(
 
 def claim() -> LibraryClaim:
     """Ask the library, first by the standard's question, then by its makers' own. Not collective."""
-    libraries = _loaded_libraries()
+    libraries = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     return claim_of(_memory_kinds(), query_cuda_support(libraries), os.environ, libraries)
 
 
@@ -221,11 +222,3 @@ def query_cuda_support(libraries: str) -> bool | None:
         if query is not None:
             return bool(query())
     return None
-
-
-def _loaded_libraries() -> str:
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

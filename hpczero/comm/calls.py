@@ -111,9 +111,7 @@ class Order:
         with ranks.watchdog.collective(f"the comparison of ranks before {record!r}{last}"):
             if is_same_number(ranks, fingerprint):
                 return
-            error = CommError(self._differing(f"{record}, step {step}"))
-            told_all(error, ranks.comm)
-            raise error
+            raise told_all(CommError(self._differing(f"{record}, step {step}")), ranks.comm)
 
     def _differing(self, record: str) -> str:
         """What the error says. Collective: every rank has found that they differ."""

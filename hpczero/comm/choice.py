@@ -21,7 +21,7 @@ from hpczero.comm.rails import DEFAULT, Selection
 from hpczero.comm.tuning import tune
 from hpczero.comm.uneven import Uneven
 from hpczero.errors import CommError, ConfigError
-from hpczero.job.group import Group
+from hpczero.job.group import Group, told_all
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Memory
 from hpczero.options.values import Transport, check_algorithms
@@ -106,28 +106,23 @@ def _choose_one(
     if transport == "auto":
         transport = _automatic(group, reach.accelerator)
     if transport == "window" and not reach.accelerator.is_host:
-        error = ConfigError(
+        raise ConfigError(
             "transport: window shares memory of the host, and the model is on a device; use ipc, or leave it to auto"
-        )
-        error.agreed = True  # the same names and devices everywhere
-        raise error
+        ).on_all_ranks()  # the same names and devices everywhere
     if not reach.accelerator.is_host and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         # Autograd runs the backward of a device on a thread of its own, and gradients are reduced in there.
-        error = ConfigError(
+        raise ConfigError(
             "this MPI may only be called by the thread that started it (thread level below MPI_THREAD_SERIALIZED), but "
             "torch runs the backward of a device on another one; let MPI start with threads (MPI4PY_RC_THREADS=1, "
             "MPICH_MAX_THREAD_SAFETY=multiple), or use --parallel.device cpu"
-        )
-        error.agreed = True
-        raise error
+        ).on_all_ranks()
     if transport == "flat":
         if secondary and group.num_nodes > 1:
             error = ConfigError(
                 "a secondary copy of parameters in each node needs ranks that know their node, and the transport is "
                 "flat; use hierarchical or window, with the same number of ranks on every node, or leave it out"
             )
-            error.agreed = group.is_job
-            raise error
+            raise told_all(error, group.comm)
         return Flat(topology, strict=strict, node_dtype=node_dtype, reach=reach, memory=memory)
     kind = Hierarchical if group.is_rectangular else Uneven
     return kind(

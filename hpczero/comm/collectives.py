@@ -212,13 +212,7 @@ class Collectives(ABC):
             return self._all_gather(full, shard, name)
 
     def reduce_scatter(
-        self,
-        full: Tensor,
-        out: Tensor,
-        *,
-        scale: float,
-        accumulate: bool = False,
-        name: str,
+        self, full: Tensor, out: Tensor, *, scale: float, accumulate: bool = False, name: str
     ) -> Work:
         """Set ``out (+)= scale *`` this rank's shard of the fp32 sum of every rank's ``full``.
 

@@ -141,12 +141,10 @@ class Hierarchical(Collectives):
     def _check_nodes(self, group: Group, inside: Inside, *, secondary: bool) -> None:
         """Refuse nodes that this transport does not serve, before anything is made. Not collective."""
         if group.rail is None:
-            error = TopologyError(
+            raise TopologyError(
                 "nodes have different numbers of ranks, so there are no rails; use Uneven or the flat transport, or "
                 "start the same number of ranks on every node"
-            )
-            error.agreed = True
-            raise error
+            ).on_all_ranks()
 
     def _comm_between(self, group: Group) -> MPI.Intracomm:
         """Which communicator of the group carries what goes between nodes. Not collective."""

@@ -198,13 +198,11 @@ class Segment:
             return cls(file, memory)
         if file >= 0:
             os.close(file)
-        error = CommError(
+        raise CommError(
             f"no shared memory for {what}: {problems[0]}; look at ulimit -v, at ulimit -n if too many files are open, "
             f"and at the size of {FOLDER} (--shm-size of a container), or use transport flat, which shares none "
             "(HPCZERO_TRANSPORT=flat)"
-        )
-        error.agreed = True
-        raise error
+        ).on_all_ranks()
 
     def claim(self, start: int, stop: int) -> None:
         """Have memory behind bytes ``start`` to ``stop``, near this rank.

@@ -240,12 +240,10 @@ class Rails:
         """
         for kind in (*GATHERS, *EXCHANGES):
             if kind.name in selection.algorithms and not kind.fits(self.comm.size):
-                error = ConfigError(
+                raise ConfigError(
                     f"algorithms: {kind.name} does not work between {self.comm.size} nodes, expected one that does; "
                     "leave it to auto"
-                )
-                error.agreed = True
-                raise error
+                ).on_all_ranks()
         self.selection = selection
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:

@@ -123,12 +123,10 @@ class Path(ABC):
             return
         said = self.group.gather_text(say())
         odd = next((rank for rank, text in enumerate(said) if text != said[0]), 0)
-        error = CommError(
+        raise CommError(
             f"ranks that exchange tensors are in different calls: rank {odd} of the group in {said[odd]}, rank 0 in "
             f"{said[0]}; give all of them the same calls: the same model, the same samples and the same shapes"
-        )
-        error.agreed = True
-        raise error
+        ).on_all_ranks()
 
 
 class Gathered(NamedTuple):

@@ -31,7 +31,7 @@ from hpczero.comm.inside import NodeLevel, Parts
 from hpczero.comm.rails import Rails, Selection, sum_of_node
 from hpczero.comm.window import Window
 from hpczero.errors import ConfigError, TopologyError
-from hpczero.job.group import Group
+from hpczero.job.group import Group, told_all
 from hpczero.memory.buffers import Memory, Scratch, Use
 from hpczero.plan.footprint import (
     EXCHANGE_BYTES,
@@ -170,13 +170,11 @@ class Carried(Rails):
     def select(self, selection: Selection) -> None:
         if others := sorted(selection.algorithms - {"pairwise"}):
             sizes = sorted({len(ranks) for ranks in self._carriers.nodes})
-            error = ConfigError(
+            raise ConfigError(
                 f"algorithms: got {', '.join(others)}, expected pairwise: nodes have {', '.join(map(str, sizes))} "
                 "ranks, and no other one works where these differ; leave it to auto, or start the same number of ranks "
                 "on every node"
-            )
-            error.agreed = True  # the same names and nodes everywhere
-            raise error
+            ).on_all_ranks()  # the same names and nodes everywhere
         self.selection = selection
 
     @override
@@ -315,9 +313,7 @@ class Uneven(Hierarchical):
                 "start the same number of ranks on every node"
             )
         if problem:
-            error = TopologyError(problem)
-            error.agreed = group.is_job
-            raise error
+            raise told_all(TopologyError(problem), group.comm)
 
     @override
     def _comm_between(self, group: Group) -> MPI.Intracomm:

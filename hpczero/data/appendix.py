@@ -202,13 +202,7 @@ class Slabs:
     """One split in an open file. Not collective; one thread at a time."""
 
     def __init__(
-        self,
-        path: Path,
-        descriptor: int,
-        name: str,
-        part: SplitPart,
-        table: Table,
-        vocab_size: int,
+        self, path: Path, descriptor: int, name: str, part: SplitPart, table: Table, vocab_size: int
     ) -> None:
         self._what = f"{path}: damaged: /{name}/tokens"
         self._descriptor = descriptor

@@ -135,7 +135,6 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
     def rows(self, samples: Int64Array, /) -> tuple[Int64Array, Int64Array]:
         """Inputs and targets of samples (n,), int64 (n, seq_len) each."""
-        ...
 
 
 class Batches:

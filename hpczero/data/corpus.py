@@ -9,16 +9,17 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
 
-from hpczero.data.team import Alone, Team
+from hpczero.data.team import Alone, Team, shared
 from hpczero.errors import DataError
 from hpczero.files.regular import open_regular, reason
 from hpczero.job.long_work import Progress
@@ -229,16 +230,9 @@ def _measured(files: Sequence[Path], team: Team) -> dict[Path, Document]:
     total = int(team.all_gather(np.array([total], dtype=np.int64))[0, 0])
     # As cards are dealt: no rank gets more than the longest file above its share.
     order = [files[index] for index in longest_first]
-    mine: list[tuple[Path, Document]] = []
-
-    def steps() -> Iterator[None]:
-        for path in order[team.rank :: team.size]:
-            for _ in _hashing(path, team.progress, mine):
-                yield
-
     team.progress.phase("hash the text", total)
-    team.take_steps("hash the text", steps())
-    return {path: document for share in team.all_gather_lists(mine) for path, document in share}
+    found = shared(team, "hash the text", order, partial(_hashed, progress=team.progress))
+    return dict(zip(order, found, strict=True))
 
 
 def _files_below(folder: Path, progress: Progress, skip: frozenset[str]) -> list[Path]:
@@ -293,8 +287,8 @@ def _no_text(path: Path, num_files: int) -> DataError:
     )
 
 
-def _hashing(path: Path, progress: Progress, into: list[tuple[Path, Document]]) -> Iterator[None]:
-    """Measure and hash a file, in steps of a block. The document is then the last ``into``."""
+def _hashed(path: Path, progress: Progress) -> Generator[None, None, Document]:
+    """Measure and hash a file, in steps of a block."""
     digest, nbytes, table = hashlib.sha256(), 0, []
     for block in _blocks(path):
         if not nbytes:
@@ -305,8 +299,7 @@ def _hashing(path: Path, progress: Progress, into: list[tuple[Path, Document]]) 
         progress.advance(len(block))
         yield
     progress.advance()  # an empty file has no block
-    into.append((path, Document(path, nbytes, digest.digest(), tuple(table))))
-    yield
+    return Document(path, nbytes, digest.digest(), tuple(table))
 
 
 def _sizes(paths: Sequence[Path], progress: Progress) -> list[int]:

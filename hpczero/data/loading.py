@@ -11,7 +11,7 @@ import re
 import sys
 import tarfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ import xxhash
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpczero.data.batches import Int64Array, Sampler, at_even_distances
-from hpczero.data.team import Alone, Ranks, Team
+from hpczero.data.team import Alone, Ranks, Team, shared
 from hpczero.errors import ConfigError, DataError
 from hpczero.files.direct import read_at
 from hpczero.files.regular import open_regular, reason
@@ -179,11 +179,6 @@ class GlobalBatches:
         whole, rest = divmod(self.num_samples, self.global_batch)
         return whole + (rest > 0 and not self.drop_last)
 
-    def is_even(self, world_size: int) -> bool:
-        """Whether every rank takes as many samples of every batch as every other."""
-        rest = 0 if self.drop_last else self.num_samples % self.global_batch
-        return self.global_batch % world_size == 0 and rest % world_size == 0
-
     def share(self, batch: int, rank: int, world_size: int) -> Share:
         """What one rank takes of a batch. Not collective. The number of the batch counts through all epochs, from 0."""
         epoch, index = divmod(batch, len(self))
@@ -292,10 +287,12 @@ class ResumableLoader:
             ConfigError: ranks take different numbers of samples of some batch, so that a mean over ranks is not the
                 mean over samples; ``weighted`` is for that.
         """
-        if not self.batches.is_even(self._size):
+        batches = self.batches
+        rest = 0 if batches.drop_last else batches.num_samples % batches.global_batch
+        if batches.global_batch % self._size or rest % self._size:
             raise ConfigError(
-                f"ResumableLoader: {self._size} ranks cannot take equal parts of {len(self.batches)} batches of "
-                f"{self.batches.global_batch} of {self.batches.num_samples} samples; use a global batch that the ranks "
+                f"ResumableLoader: {self._size} ranks cannot take equal parts of {len(batches)} batches of "
+                f"{batches.global_batch} of {batches.num_samples} samples; use a global batch that the ranks "
                 "divide and drop_last=True, or `for weight, batch in loader.weighted()` and weight * loss"
             )
         return (batch for _, batch in self.weighted())
@@ -437,9 +434,7 @@ class TarShards(Dataset[Any]):
     """
 
     def __init__(
-        self,
-        shards: Sequence[TarShard],
-        decode: Callable[[dict[str, Any]], Any] = dict,
+        self, shards: Sequence[TarShard], decode: Callable[[dict[str, Any]], Any] = dict
     ) -> None:
         self._shards = list(shards)
         self._decode = decode
@@ -480,15 +475,7 @@ class TarShards(Dataset[Any]):
                 raise DataError(f"got the path {paths}, expected a list of paths")
             files = [Path(path) for path in paths]
         _check_alike(files, team)
-        mine: list[tuple[int, TarShard]] = []
-
-        def steps() -> Iterator[None]:
-            for number in range(team.rank, len(files), team.size):
-                yield from _indexed(files[number], number, mine)
-
-        team.take_steps("read the headers of its tar files", steps())
-        found = dict(entry for share in team.all_gather_lists(mine) for entry in share)
-        shards = [found[number] for number in range(len(files))]
+        shards = shared(team, "read the headers of its tar files", files, _indexed)
         with team.agreed("count its samples"):
             if not any(shard.samples for shard in shards):
                 raise DataError(
@@ -548,8 +535,8 @@ def _check_alike(paths: Sequence[Path], team: Team) -> None:
                 )
 
 
-def _indexed(path: Path, number: int, into: list[tuple[int, TarShard]]) -> Iterator[None]:
-    """Read the headers of a tar file, in steps; then it is the last ``into``."""
+def _indexed(path: Path) -> Generator[None, None, TarShard]:
+    """Read the headers of a tar file, in steps."""
     samples: list[tuple[str, list[tuple[str, int, int]]]] = []
     try:
         with open(open_regular(path), "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
@@ -574,9 +561,7 @@ def _indexed(path: Path, number: int, into: list[tuple[int, TarShard]]) -> Itera
         raise DataError(f"{path}: no uncompressed tar file, or a damaged one ({error})") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({reason(error)})") from error
-    found = tuple((key, tuple(files)) for key, files in samples)
-    into.append((number, TarShard(path, nbytes, found)))
-    yield
+    return TarShard(path, nbytes, tuple((key, tuple(files)) for key, files in samples))
 
 
 def _add(

@@ -35,7 +35,7 @@ from hpczero.data.tokenize import (
 )
 from hpczero.data.tokens import SIGNATURE, VERSION
 from hpczero.errors import ConfigError, DataError
-from hpczero.files.regular import kind_of, open_regular, reason
+from hpczero.files.regular import kind_of, opened, reason
 from hpczero.job.long_work import Progress, in_order
 from hpczero.options.config import DataOptions
 
@@ -232,12 +232,9 @@ def _is_among(path: Path, sources: Iterable[Path]) -> bool:
 
 def _is_token_file(path: Path) -> bool:
     """Whether a file was written as a token file. A damaged one is replaced by preparing it again."""
-    descriptor = open_regular(path)
-    try:
+    with opened(path) as descriptor:
         head = os.pread(descriptor, HEAD_NBYTES, 0)
         line = os.pread(descriptor, LINE_NBYTES, max(os.fstat(descriptor).st_size - LINE_NBYTES, 0))
-    finally:
-        os.close(descriptor)
     name = FORMAT.encode()
     return head.startswith(SIGNATURE) and (name in head or line.startswith(name + b" "))
 

@@ -14,10 +14,10 @@ import importlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,9 +27,10 @@ import xxhash
 
 from hpczero.data import corpus
 from hpczero.data.corpus import ROWS, Corpus, Text
-from hpczero.data.team import Alone, Team
+from hpczero.data.team import Alone, Team, shared
 from hpczero.errors import ConfigError, DataError
-from hpczero.files.regular import WHY, Explained, open_regular, reason
+from hpczero.files.regular import WHY, Explained, check_regular, reason
+from hpczero.job.long_work import Progress
 
 OPEN_FILES = 16
 KEPT_PARTS = 2  # row groups in memory: one for each thread that makes tokens
@@ -123,18 +124,10 @@ def corpus_of(
                 listed += [(path, part) for part in range(len(file.starts) - 1)]
                 team.progress.advance()
     listed = team.all_gather_lists(listed)[0]
-    mine: list[tuple[int, FileRows]] = []
-
-    def steps() -> Iterator[None]:
-        for number in range(team.rank, len(listed), team.size):
-            for _ in _hashing(*listed[number], column, number, mine):
-                team.progress.advance()
-                yield
-
     team.progress.phase("hash the rows")
-    team.take_steps("hash the rows", steps())
-    parts = dict(entry for share in team.all_gather_lists(mine) for entry in share)
-    documents = tuple(parts[number] for number in range(len(listed)) if parts[number].nbytes)
+    work = partial(_hashed, column=column, progress=team.progress)
+    parts = shared(team, "hash the rows", listed, work)
+    documents = tuple(part for part in parts if part.nbytes)
     if not documents:
         raise DataError(
             f"{', '.join(map(str, paths))}: column {column!r} holds no text; give a data set with some text"
@@ -178,10 +171,11 @@ def _files(paths: Sequence[Path], split: str | None) -> Iterator[Path]:
         )
 
 
-def _hashing(
-    path: Path, part: int, column: str, number: int, into: list[tuple[int, FileRows]]
-) -> Iterator[None]:
-    """Hash a part, in steps of a block. It is then the last ``into``."""
+def _hashed(
+    place: tuple[Path, int], column: str, progress: Progress
+) -> Generator[None, None, FileRows]:
+    """Hash a part of a file, in steps of a block."""
+    path, part = place
     file = _opened(path)
     whole, table, first = hashlib.sha256(), [], 0
     num_rows, at_once = file.num_rows(part), 1
@@ -199,11 +193,11 @@ def _hashing(
         if nbytes:
             table.append(RowBlock(first, taken, nbytes, block.intdigest()))
         first += taken
+        progress.advance()
         yield
+    progress.advance()
     nbytes = sum(each.nbytes for each in table)
-    rows = FileRows(path, column, part, file.nbytes, nbytes, whole.digest(), tuple(table))
-    into.append((number, rows))
-    yield
+    return FileRows(path, column, part, file.nbytes, nbytes, whole.digest(), tuple(table))
 
 
 def _add(row: bytes, *digests: Any) -> None:
@@ -227,7 +221,7 @@ class _File:
         self._kept: dict[tuple[str, int], Any] = {}
         self._groups: Any = None  # of a .parquet file
         with self._said():
-            os.close(open_regular(path))
+            check_regular(path)
             if path.suffix == ".parquet":
                 parquet = importlib.import_module("pyarrow.parquet")
                 self._groups = parquet.ParquetFile(path, page_checksum_verification=True)

@@ -22,8 +22,6 @@ import hashlib
 import json
 import math
 import mmap
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,7 +46,15 @@ from hpczero.data.batches import (
 from hpczero.data.tokenize import IdsTokenizer, LibraryTokenizer, Tokenizer, same_tokenizer
 from hpczero.data.tokens import TokenFile, TokenSplit
 from hpczero.errors import ConfigError, DataError
-from hpczero.files.regular import is_there, open_regular, read_text, reason
+from hpczero.files.regular import (
+    Closing,
+    check_regular,
+    is_there,
+    open_regular,
+    parse_toml,
+    read_text,
+    reason,
+)
 
 # Samples of several files with weights: in exact proportions, from any position on, on any number of ranks.
 #
@@ -239,8 +245,7 @@ def mapped(path: Path, dtype: str | None) -> np.memmap[Any, np.dtype[Any]]:
         DataError: the file cannot be read, is empty, or is not of that form.
     """
     try:
-        descriptor = open_regular(path)
-        os.close(descriptor)
+        check_regular(path)
         if path.suffix == ".npy":
             found = np.lib.format.open_memmap(path, mode="r")
         else:
@@ -316,11 +321,6 @@ def _megatron(index: Path, path: Path) -> str:
     return name
 
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
-
 HELD_OUT = 0.05  # of a flat file without a validation file
 KEYS: dict[str, dict[str, Any]] = {
     "source": {"path": str, "weight": (int, float), "validation": str, "dtype": str},
@@ -368,7 +368,7 @@ class Together:
         return sum(len(split) for split in self._splits)
 
 
-class Sources:
+class Sources(Closing):
     """Several token files, open, as one. Not collective: each rank opens its own.
 
     Attributes:
@@ -450,21 +450,13 @@ class Sources:
         """Close all files."""
         self._close.close()
 
-    def __enter__(self) -> Sources:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The tables of a file of sources, with keys and types checked."""
     try:
-        body = tomllib.loads(read_text(path).removeprefix("\ufeff"))
+        body = parse_toml(read_text(path))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as sources: {reason(error)}") from error
-    except RecursionError as error:
-        raise DataError(f"{path}: cannot be read as sources: is nested too deeply") from error
     entries, stated = body.pop("source", []), body.pop("tokenizer", {})
     if body or not isinstance(entries, list) or not entries or not isinstance(stated, dict):
         raise DataError(

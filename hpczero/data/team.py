@@ -12,7 +12,7 @@ never once another has gone: rank 0 could not take away the file that it has beg
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hpczero.job.topology import Topology
 
 T = TypeVar("T")
+R = TypeVar("R")
 Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
@@ -161,3 +162,22 @@ class Ranks:
 
 
 Team = Alone | Ranks
+
+
+def shared(
+    team: Team, what: str, items: Sequence[T], work: Callable[[T], Generator[None, None, R]]
+) -> list[R]:
+    """What ``work`` returns for each item, on every rank; each rank works at a share. Collective over the team.
+
+    ``work`` yields after each of its steps. Raises as ``Ranks.take_steps``.
+    """
+    mine: list[tuple[int, R]] = []
+
+    def steps() -> Iterator[None]:
+        for number in range(team.rank, len(items), team.size):
+            mine.append((number, (yield from work(items[number]))))
+            yield
+
+    team.take_steps(what, steps())
+    found = dict(entry for share in team.all_gather_lists(mine) for entry in share)
+    return [found[number] for number in range(len(items))]

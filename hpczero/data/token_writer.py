@@ -11,7 +11,7 @@ of ranks.
 from __future__ import annotations
 
 import os
-import time
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,6 +28,7 @@ from hpczero.data.team import Alone, Team
 from hpczero.data.tokenize import Tokenizer
 from hpczero.errors import DataError
 from hpczero.files.direct import read_at, write_at
+from hpczero.files.durable import remove_old
 from hpczero.files.regular import WHY, Explained
 
 # HDF5's part of a token file: its structures are made in memory, around tokens that are in the file already.
@@ -189,7 +190,10 @@ class TokenWriter:
         with self._team.agreed("write tokens"), _said(self._path):
             own = [np.concatenate([*parts, mine[0]]) for parts in self._pending]
             for split, ids in enumerate(own):
-                self._write_slabs(split, int(starts[self._team.rank, split]), ids)
+                start = int(starts[self._team.rank, split])
+                first, last = _whole_slabs(start, start + len(ids))
+                if first < last:
+                    self._write(split, first, ids[first - start : last - start])
             for split, start, stop in edges[self._team.rank]:
                 begin = starts[self._team.rank, split]
                 mine.append(own[split][start - begin : stop - begin])
@@ -250,12 +254,6 @@ class TokenWriter:
 
     def _place(self, split: int, token: int) -> int:
         return self.places[split] + token * self.dtype.itemsize
-
-    def _write_slabs(self, split: int, start: int, ids: Ids) -> None:
-        """Write the whole slabs of ``ids``, the first of which is token ``start``."""
-        first, last = _whole_slabs(start, start + len(ids))
-        if first < last:
-            self._write(split, first, ids[first - start : last - start])
 
     def _write(self, split: int, start: int, ids: Ids) -> None:
         """Write slabs from token ``start`` on, and digest each; the last may be short."""
@@ -331,7 +329,9 @@ def create(
             if team.rank == 0:
                 check()
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _remove_left_over(path)
+                # By a process that was killed.
+                left = re.compile(rf"\.{re.escape(path.name)}\..*\.tmp")
+                remove_old(path.parent, left, age_s=STALE_S)
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                 descriptor = os.open(temporary, flags, 0o666)
         with team.agreed("open the token file that rank 0 has made"), _said(path):
@@ -390,16 +390,6 @@ def _complete(
         write_at(descriptor, place, data)
     write_at(descriptor, end, np.frombuffer(appendix.to_bytes(end, description, tables), np.uint8))
     os.fsync(descriptor)  # first: a rename may reach the disk before the contents do
-
-
-def _remove_left_over(path: Path) -> None:
-    """Remove what killed writers of ``path`` have left. A live one writes to its file all the time."""
-    # Another process removes them too, or may and we may not: of no harm but their size.
-    with suppress(OSError):
-        for file in list(path.parent.iterdir()):
-            ours = file.name.startswith(f".{path.name}.") and file.name.endswith(".tmp")
-            if ours and time.time() - file.lstat().st_mtime > STALE_S:
-                file.unlink()
 
 
 def _said(path: Path) -> Explained:

@@ -128,32 +128,25 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of ids, the separator included."""
-        ...
 
     @property
     def separator(self) -> int:
         """The id that ends a document and stands for no text."""
-        ...
 
     def encode(self, text: bytes) -> npt.NDArray[np.int64]:
         """Ids of ``text``, int64 (n,)."""
-        ...
 
     def encode_all(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.int64]]:
         """``encode`` of each text, on all cores that this thread may use."""
-        ...
 
     def parts(self, text: bytes) -> Iterator[bytes]:
         """``text`` in pieces of a convenient size. Their ids, one after another, are those of the text."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> bytes:
         """The text of ids, without separators."""
-        ...
 
     def to_json(self) -> str:
         """The form that ``from_json`` reads."""
-        ...
 
 
 class ByteTokenizer:

@@ -26,7 +26,7 @@ from hpczero.data.appendix import Slabs, TokenArray
 from hpczero.data.batches import Batches, HeldOut
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import DataError
-from hpczero.files.regular import open_regular, reason
+from hpczero.files.regular import Closing, open_regular, reason
 
 if TYPE_CHECKING:
     from hpczero.data.sources import FlatTokens
@@ -82,7 +82,7 @@ class TokenSplit:
         return self.text_nbytes / len(self)
 
 
-class TokenFile:
+class TokenFile(Closing):
     """A token file open for reading. Not collective: each rank opens its own.
 
     Attributes:
@@ -177,9 +177,3 @@ class TokenFile:
     def close(self) -> None:
         """Close the file; the splits cannot be read any more."""
         self._close()
-
-    def __enter__(self) -> TokenFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -49,7 +49,6 @@ def main() -> int:
         prog="python -m hpczero.doctor",
         description="Examine MPI, launch, files and software; run it like the training run, e.g. under mpirun -n 4. "
         "Exit code 0: usable, 78: not usable, 86: a probe hung.",
-        default=DoctorOptions(),
     )
     tell_start_aside("hpczero.doctor")
     findings = []
@@ -79,10 +78,8 @@ def _examine(options: DoctorOptions) -> Iterator[Finding]:
         # Here and not at the top: this import starts MPI, which --help and bad options must not do.
         with TimeLimit("starting MPI", options.time_limit):
             from hpczero.doctor.examination import examine
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # RuntimeError: mpi4py found no MPI library to load
+    # RuntimeError: mpi4py found no MPI library to load.
+    except (ImportError, RuntimeError) as error:
         yield failure(
             "MPI",
             f"cannot be started: {error}",
@@ -91,10 +88,7 @@ def _examine(options: DoctorOptions) -> Iterator[Finding]:
         )
         return
     yield from examine(
-        os.environ,
-        directory=options.directory,
-        disk=options.disk,
-        time_limit_s=options.time_limit,
+        os.environ, directory=options.directory, disk=options.disk, time_limit_s=options.time_limit
     )
 
 

@@ -102,7 +102,17 @@ def examine(
     with TimeLimit("the first collective (duplicating the world communicator)", time_limit_s):
         topology = Topology.create(MPI.COMM_WORLD)
     with TimeLimit("gathering facts from all ranks", time_limit_s):
-        ranks = topology.world.comm.allgather(_own_facts(topology, environment))
+        mine = launch.RankFacts(
+            rank=topology.rank,
+            host=MPI.Get_processor_name(),
+            node_index=topology.node_index,
+            local_rank=topology.local_rank,
+            cores=launch.affinity(),
+            omp_threads=launch.omp_threads(environment),
+            shm_nbytes=probes.shared_memory_nbytes(),
+            versions=software.installed_versions(),
+        )
+        ranks = topology.world.comm.allgather(mine)
     yield launch.check_nodes(ranks)
     yield launch.check_cores(ranks, environment)
     yield launch.check_binding(ranks)
@@ -119,7 +129,8 @@ def examine(
     yield probes.check_pair(speed, same_node=ranks[0].node_index == ranks[-1].node_index)
     if topology.num_nodes > 1 and topology.is_rectangular:
         with TimeLimit("measuring the algorithms between nodes", time_limit_s):
-            yield from probes.check_between_nodes(*probes.measure_between_nodes(topology))
+            lines = probes.measure_between_nodes(topology)
+        yield from (Finding("between nodes", line) for line in lines)
     yield from software.check_versions(ranks)
     with TimeLimit("importing torch on rank 0", time_limit_s):
         # One rank only: a thousand imports at once can keep a parallel file system busy for minutes.
@@ -158,20 +169,8 @@ def _word_of_mpi() -> str:
 
 
 def _library() -> Finding:
+    """Which MPI is this? More than one path means that two MPI libraries are loaded."""
     vendor, version = MPI.get_vendor()
-    standard = ".".join(map(str, MPI.Get_version()))
-    paths = ", ".join(probes.loaded_mpi_libraries())
-    return probes.check_library(vendor, ".".join(map(str, version)), standard, paths)
-
-
-def _own_facts(topology: Topology, environment: Mapping[str, str]) -> launch.RankFacts:
-    return launch.RankFacts(
-        rank=topology.rank,
-        host=MPI.Get_processor_name(),
-        node_index=topology.node_index,
-        local_rank=topology.local_rank,
-        cores=launch.affinity(),
-        omp_threads=launch.omp_threads(environment),
-        shm_nbytes=probes.shared_memory_nbytes(),
-        versions=software.installed_versions(),
-    )
+    number, standard = (".".join(map(str, each)) for each in (version, MPI.Get_version()))
+    paths = ", ".join(probes.loaded_mpi_libraries()) or "linked statically"
+    return Finding("MPI", f"{vendor} {number}, MPI {standard}, {paths}")

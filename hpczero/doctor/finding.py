@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 
 from hpczero.errors import EXIT_HANG, EXIT_MISCONFIGURED, abort_job, launcher_rank
 
@@ -52,12 +51,7 @@ class Finding:
 
     def as_json(self) -> dict[str, str]:
         """The finding for machines; keys are the attribute names."""
-        return {
-            "title": self.title,
-            "value": self.value,
-            "status": self.status.value,
-            "remedy": self.remedy,
-        }
+        return {**vars(self), "status": self.status.value}
 
 
 def warning(title: str, value: str, remedy: str) -> Finding:
@@ -104,12 +98,7 @@ class TimeLimit:
         self._timer.start()
         faulthandler.dump_traceback_later(self.seconds + GRACE_S, exit=True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         faulthandler.cancel_dump_traceback_later()
         self._timer.cancel()
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpczero.doctor.finding import Finding, failure, warning
+from hpczero.job.log import spans
 from hpczero.options.environment import SIZE_VARIABLES as LAUNCHED_SIZES
 from hpczero.options.values import digits
 
 # Innermost launcher first: a step of a job, or mpirun in it, may start fewer ranks than SLURM_NTASKS and be right.
 SIZE_VARIABLES = (*LAUNCHED_SIZES, "SLURM_NTASKS")
+MOST_SHOWN = 8  # ranks
 YIELD_VARIABLES = ("OMPI_MCA_mpi_yield_when_idle", "MPIR_CVAR_POLLS_BEFORE_YIELD")
 
 
@@ -41,10 +43,8 @@ class RankFacts:
 
 
 def affinity() -> frozenset[int]:
-    """Cores this process may run on; all cores where the system cannot tell."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
+    """Cores this process may run on."""
+    return frozenset(os.sched_getaffinity(0))
 
 
 def omp_threads(environment: Mapping[str, str]) -> int | None:
@@ -147,7 +147,8 @@ def check_cores(ranks: Sequence[RankFacts], environment: Mapping[str, str]) -> F
 
 def check_binding(ranks: Sequence[RankFacts]) -> Finding:
     """Are ranks kept apart? An unbound rank migrates away from its memory; two ranks bound to one core take turns."""
-    value = _binding_text(ranks)
+    shown = [f"rank {facts.rank}: {_ranges(facts.cores)}" for facts in ranks[:MOST_SHOWN]]
+    value = ", ".join(shown) + (", ..." if len(ranks) > MOST_SHOWN else "")
     for index, members in by_node(ranks).items():
         cores = _union(members)
         if len(members) == 1 or len(members) > len(cores):
@@ -189,19 +190,6 @@ def _union(members: Sequence[RankFacts]) -> frozenset[int]:
     return frozenset().union(*(facts.cores for facts in members))
 
 
-def _binding_text(ranks: Sequence[RankFacts], shown: int = 8) -> str:
-    """``rank 0: cores 0-3, rank 1: cores 4-7``, shortened for large jobs."""
-    lines = [f"rank {facts.rank}: {_ranges(facts.cores)}" for facts in ranks[:shown]]
-    return ", ".join(lines) + (", ..." if len(ranks) > shown else "")
-
-
 def _ranges(cores: frozenset[int]) -> str:
     """``cores 0-3,8``."""
-    spans: list[list[int]] = []
-    for core in sorted(cores):
-        if spans and core == spans[-1][1] + 1:
-            spans[-1][1] = core
-        else:
-            spans.append([core, core])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"core{'' if len(cores) == 1 else 's'} {text}"
+    return f"core{'' if len(cores) == 1 else 's'} {spans(sorted(cores), ',')}"

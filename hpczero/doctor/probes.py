@@ -49,8 +49,7 @@ def mpi_libraries(maps: Iterable[str]) -> list[str]:
 
 def loaded_mpi_libraries() -> list[str]:
     """Paths of the MPI libraries in this process; empty where the system does not list them."""
-    maps = Path("/proc/self/maps")
-    return mpi_libraries(maps.read_text().splitlines()) if maps.exists() else []
+    return mpi_libraries(Path("/proc/self/maps").read_text().splitlines())
 
 
 def check_hdf5(facts: Hdf5Facts, directory: Path) -> Finding:
@@ -149,11 +148,6 @@ class PairSpeed:
     bytes_per_s: float
 
 
-def check_library(vendor: str, version: str, standard: str, path: str) -> Finding:
-    """Which MPI is this? More than one path means that two MPI libraries are loaded."""
-    return Finding("MPI", f"{vendor} {version}, MPI {standard}, {path or 'linked statically'}")
-
-
 def check_thread_level(name: str) -> Finding:
     """May a second thread communicate? Device transports drive MPI from one."""
     if name != "multiple":
@@ -177,12 +171,6 @@ def check_trials(title: str, errors: Mapping[str, str]) -> Finding:
             "rebuild mpi4py with it (pip install --no-binary=mpi4py --force-reinstall mpi4py)",
         )
     return Finding(title, f"{', '.join(errors)} proved by a trial")
-
-
-def check_between_nodes(chosen: str, measured: Sequence[str]) -> list[Finding]:
-    """Which algorithms will move data between nodes, and what that rests on."""
-    lines = [chosen, *measured]
-    return [Finding("between nodes", line) for line in lines]
 
 
 def check_pair(speed: PairSpeed | None, same_node: bool) -> Finding:
@@ -247,14 +235,14 @@ def measure_pair(comm: MPI.Comm) -> PairSpeed | None:
     return PairSpeed(peer, SPEED_NBYTES, latency_s, SPEED_NBYTES / large_s)
 
 
-def measure_between_nodes(topology: Topology) -> tuple[str, list[str]]:
-    """The algorithms that ``auto`` takes between these nodes, measured now or before. Collective over its world."""
+def measure_between_nodes(topology: Topology) -> list[str]:
+    """Which algorithms ``auto`` takes between these nodes, and why. Collective over the topology's world."""
     import torch  # as every rank of a training run does
 
     from hpczero.comm.tuning import tune
 
     selection = tune(topology.world, torch.float32)
-    return selection.describe(), selection.table()
+    return [selection.describe(), *selection.table()]
 
 
 def try_hdf5(comm: MPI.Comm, directory: Path) -> Hdf5Facts:

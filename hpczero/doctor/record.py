@@ -12,7 +12,6 @@ import platform
 import re
 import resource
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from typing import Any
 from hpczero.doctor import environment as software
 from hpczero.doctor.launch import affinity
 from hpczero.errors import ConfigError, run
-from hpczero.files.regular import WHY, Explained
+from hpczero.files.regular import WHY, Explained, answer
 
 KEPT = re.compile(
     r"(SLURM|SRUN|OMPI|PMIX|PMI|PRTE|MPICH|MV2|I_MPI|FI|UCX|NCCL|RCCL|CUDA|ROCR|HIP|OMP|MKL|KMP|HDF5|HPCZERO|CRAY|PYTORCH)_\w+"
@@ -66,18 +65,8 @@ def commit() -> str:
     if not (Path(__file__).parents[2] / "install" / "launch.sh").is_file():
         return ""  # installed: git would answer for whatever repository the environment may lie in
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        asked = subprocess.run(
-            command,
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return asked.stdout.strip()
+    asked = answer(command, 30, Path(__file__).parent)
+    return "" if asked is None else asked.stdout.strip()
 
 
 def main() -> int:

@@ -417,11 +417,7 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
         _save(Path(path), state, self._exchange)
 
     def load_checkpoint(
-        self,
-        path: Any,
-        state: Any = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Restore what ``save_checkpoint`` was given, at any number of ranks and stage.
 

@@ -8,7 +8,6 @@ import fcntl
 import mmap
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.errors import ConfigError
+from hpczero.files.regular import answer
 
 PAGE = mmap.PAGESIZE
 MOST_ALIGNMENT = 2**20
@@ -199,12 +199,4 @@ def command(folder: Path, count: int) -> str:
 
 def _lfs(*words: str) -> subprocess.CompletedProcess[str] | None:
     """``lfs words...``; None where there is none, or a server does not answer it."""
-    tool = shutil.which("lfs")
-    if tool is None:
-        return None
-    try:
-        return subprocess.run(
-            [tool, *words], capture_output=True, text=True, check=False, timeout=LIMIT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
+    return answer(["lfs", *words], LIMIT_S)

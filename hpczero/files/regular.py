@@ -9,8 +9,19 @@ import errno
 import json
 import os
 import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import Self
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 TEXT_NBYTES = 2**30  # more than any text of ours has; a manifest of 10^12 parameters has 20 MB
 SHOWN = 80
@@ -41,6 +52,16 @@ def open_regular(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor as of ``open_regular``, until the end of the block."""
+    descriptor = open_regular(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _refuse_others(path: Path, found: os.stat_result) -> None:
@@ -122,6 +143,18 @@ def parse_json(text: str) -> Any:  # Any: JSON
         raise ValueError("is nested too deeply") from None
 
 
+def parse_toml(text: str) -> Any:  # Any: TOML
+    """Parse TOML with one kind of error. Some editors begin a file with a byte order mark: it is passed over.
+
+    Raises:
+        ValueError: the text is no TOML, is nested too deep, or has a number too long.
+    """
+    try:
+        return tomllib.loads(text.removeprefix("\ufeff"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -138,6 +171,31 @@ def reason(error: OSError | ValueError) -> str:
     if isinstance(error, OSError):
         return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
     return str(error)
+
+
+def answer(
+    command: Sequence[str], limit_s: float, folder: Path | None = None
+) -> subprocess.CompletedProcess[str] | None:
+    """What another program says in ``folder``; None where it is not installed, or does not end within ``limit_s``."""
+    how: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    try:
+        return subprocess.run(command, timeout=limit_s, cwd=folder, **how)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+class Closing:
+    """A context that closes itself at its end."""
+
+    def close(self) -> None:
+        """Give everything back."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class Explained:

@@ -205,7 +205,6 @@ def on_meta() -> Iterator[None]:
     known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def replaced(module: nn.Module, name: str, parameter: Any) -> Any:
-        del module, name
         if parameter is None or parameter.is_meta:
             return None
         if parameter not in known:

@@ -11,27 +11,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from hpczero.checkpoint.disk.folder import checkpoints_at
-from hpczero.checkpoint.disk.format import BUFFERS, MASTER, NAMED
+from hpczero.checkpoint.disk.format import MASTER, NAMED
 from hpczero.checkpoint.disk.stored import Stored
-from hpczero.checkpoint.foreign.exporting import of_newest
-from hpczero.checkpoint.foreign.safe_file import DTYPES as SIZES
-from hpczero.checkpoint.foreign.safe_file import INDEX_FILE, SINGLE
-from hpczero.checkpoint.foreign.streaming import (
-    FolderWriter,
-    Pairs,
-    stream,
-    with_values,
-)
+from hpczero.checkpoint.foreign.exporting import buffers_of, of_newest, whole_tensor
+from hpczero.checkpoint.foreign.safe_file import INDEX_FILE, SINGLE, TensorEntry
+from hpczero.checkpoint.foreign.streaming import FolderWriter, Pairs, stream, with_values
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.finetune.adapted import first_adapter
@@ -343,7 +335,7 @@ def _tensors(stored: Stored, model: Any) -> dict[str, Tensor]:
         if row.tied_to is None:
             found[row.name] = meta(row.shape, torch.float32)
     found |= {row.name: found[rows[row.tied_to].name] for row in rows if row.tied_to is not None}
-    found |= dict(_buffers(stored))
+    found |= {name: whole_tensor(entry) for name, entry in buffers_of(stored)}
     known = owners_of(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -360,24 +352,5 @@ def _tensors(stored: Stored, model: Any) -> dict[str, Tensor]:
 def _parameters(stored: Stored, tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """What stands for each parameter, and its whole fp32 value."""
     for row in stored.manifest.table.owners:
-        data = _read(stored, MASTER, row.offset, row.offset + row.numel, torch.float32.itemsize)
-        yield tensors[row.name], data.view(torch.float32).view(row.shape)
-
-
-def _buffers(stored: Stored) -> Iterator[tuple[str, Tensor]]:
-    begin = 0
-    for name, dtype, shape in stored.manifest.meta["buffers"]:
-        end = begin + prod(shape) * SIZES[dtype][1]
-        yield name, _read(stored, BUFFERS, begin, end, 1).view(getattr(torch, dtype)).view(shape)
-        begin = end
-
-
-def _read(stored: Stored, dataset: str, begin: int, end: int, itemsize: int) -> Tensor:
-    """Bytes of the elements [begin, end) of a dataset."""
-    data = torch.empty((end - begin) * itemsize, dtype=torch.uint8, device="cpu")
-    done = 0
-    for piece in stored.read(dataset, begin, end):
-        flat = torch.from_numpy(np.ascontiguousarray(piece)).view(torch.uint8)
-        data[done : done + len(flat)] = flat
-        done += len(flat)
-    return data
+        read = partial(stored.read, MASTER, row.offset, row.offset + row.numel)
+        yield tensors[row.name], whole_tensor(TensorEntry("float32", row.shape, read))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch, PlanError
-from hpczero.hf.converting import Assembly, Box, TensorGroup, boxes
+from hpczero.hf.converting import Assembly, Box, boxes
 from hpczero.hf.files import Matched, WeightFolder
 
 # Origins: which parameter of a loaded model each parameter is, after a program has changed the model.
@@ -246,7 +246,7 @@ class FolderWeights:
                 values[done : done + part.numel()].view(part.shape).copy_(part)
                 done += part.numel()
 
-    def _read_box(self, key: str, box: Box) -> Tensor:
+    def _read_box(self, key: str, box: Box = ()) -> Tensor:
         found = self._folder.box(key, [slice(own.start, own.stop) for own in box])
         return cast(found, torch.float32, self._folder.label(key))
 
@@ -271,11 +271,5 @@ class FolderWeights:
                 assert self._draw is not None, "checked when the weights were compared"
                 self._held = (key, {name: self._draw(name)})
             else:
-                self._held = (key, self._converted(converted[0]))
+                self._held = (key, converted[0].convert(self._model, self._read_box))
         return self._held[1][name if converted is None else converted[1]]
-
-    def _converted(self, group: TensorGroup) -> dict[str, Tensor]:
-        def value_of(key: str) -> Tensor:
-            return cast(self._folder.box(key), torch.float32, self._folder.label(key))
-
-        return group.convert(self._model, value_of)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from mpi4py import MPI
 
 from hpczero import errors
 from hpczero.errors import CommError, HpcZeroError
+from hpczero.job.log import spans
 from hpczero.job.watchdog import Watchdog
 
 # Sums of a few numbers over many ranks, rounded once: the same bits in whatever order they are added.
@@ -32,6 +34,8 @@ LENGTH = DIGITS + 3
 MOST_RANKS = 2 ** (63 - WIDTH)
 
 Digits = npt.NDArray[np.int64]
+
+E = TypeVar("E", bound=Exception)
 
 
 def digits_of(values: Sequence[float]) -> Digits:
@@ -90,10 +94,11 @@ class Forwards:
         self.begun += 1
 
 
-def told_all(error: Exception, comm: MPI.Intracomm) -> None:
-    """Mark ``error``, which every rank of ``comm`` raises. Not collective."""
+def told_all(error: E, comm: MPI.Intracomm) -> E:
+    """``error``, marked as one that every rank of ``comm`` raises. Not collective."""
     error.agreed = is_job(comm)  # type: ignore[attr-defined]
     error.raised_by = comm.size  # type: ignore[attr-defined]
+    return error
 
 
 def is_job(comm: MPI.Intracomm) -> bool:
@@ -143,23 +148,9 @@ def agreed(comm: MPI.Intracomm, watchdog: Watchdog, what: str) -> Iterator[None]
         kind = HpcZeroError
         text = f"{name}: {text}"
     if error is not None and is_foreign:
-        told_all(error, comm)
-        raise error
+        raise told_all(error, comm)
     where = "" if len(ranks) == comm.size else f"on rank(s) {spans(ranks)}, could not {what}: "
-    told = kind(f"{where}{text}")
-    told_all(told, comm)
-    raise told from error
-
-
-def spans(ranks: Sequence[int]) -> str:
-    """``0-3, 7`` for [0, 1, 2, 3, 7]."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)
+    raise told_all(kind(f"{where}{text}"), comm) from error
 
 
 def _told_as(error: Exception) -> str:

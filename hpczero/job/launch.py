@@ -7,7 +7,6 @@ import math
 import os
 import re
 import socket
-import subprocess
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch
 
 from hpczero.accelerator import Accelerator
 from hpczero.errors import TopologyError
+from hpczero.files.regular import answer
 from hpczero.job import log
 from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
@@ -51,17 +51,9 @@ def tasks_per_node(text: str) -> tuple[int, ...] | None:
 
 def ask_time_left(job: str) -> float | None:
     """Seconds until the time limit of ``job`` by squeue; infinite if it has none, None if SLURM does not answer."""
-    try:
-        asked = subprocess.run(
-            ["squeue", "--noheader", "--job", job, "--format", "%L"],
-            capture_output=True,
-            text=True,
-            timeout=ASK_LIMIT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):  # not there, as in many containers; or busy
-        return None
-    return seconds_of(asked.stdout) if asked.returncode == 0 else None
+    # squeue is not there in many containers, or is busy.
+    asked = answer(["squeue", "--noheader", "--job", job, "--format", "%L"], ASK_LIMIT_S)
+    return seconds_of(asked.stdout) if asked is not None and asked.returncode == 0 else None
 
 
 # Node number of each rank -> the degrees of the job.

@@ -176,8 +176,7 @@ def _own_group(root: Path, version: int) -> str | None:
 
 def _number(path: Path) -> int | None:
     """The limit in a file; None where there is none."""
-    text = _text(path).strip()
-    number = _digits(text)
+    number = _digits(_text(path).strip())
     return number if number is not None and number < UNLIMITED else None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -46,6 +46,22 @@ def info(message: str, *args: object) -> None:
 def debug(message: str, *args: object) -> None:
     """A line about this rank, shown by every rank where the level is debug."""
     _LOGGER.debug(message, *args)
+
+
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """First and last of each run of numbers that follow one another."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
+
+
+def spans(numbers: Iterable[int], between: str = ", ") -> str:
+    """Ascending numbers as a user reads them: 0-3, 5."""
+    return between.join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs_of(numbers))
 
 
 class _StandardOutput(logging.Handler):

@@ -74,8 +74,7 @@ def same_call(group: Group, what: str, detail: Any = None) -> list[Any]:
                 f"rank {odd} is about to {calls[odd]}, and rank 0 to {calls[0]}: ranks must take the same steps; check "
                 "what differs between them (lengths of data, conditions on the rank, callbacks that stop)"
             )
-            told_all(error, group.comm)
-            raise error
+            raise told_all(error, group.comm)
         return [each for _, each in found]
 
 
@@ -88,29 +87,25 @@ def arrays(group: Group, mine: Array, what: str) -> list[Array]:
         CommError: as ``same_call``.
     """
     with group.watchdog.operation(what):
-        return _arrays(group, mine, what)
-
-
-def _arrays(group: Group, mine: Array, what: str) -> list[Array]:
-    forms = same_call(group, what, (mine.shape, mine.dtype.str))
-    counts = [
-        int(np.prod(shape, dtype=np.int64)) * np.dtype(kind).itemsize for shape, kind in forms
-    ]
-    starts = np.cumsum([0, *counts])
-    found = np.empty(int(starts[-1]), dtype=np.uint8)
-    own = slice(int(starts[group.rank]), int(starts[group.rank + 1]))
-    found[own] = mine.reshape(-1).view(np.uint8)
-    if found.nbytes <= CHUNK_NBYTES:
-        with group.watchdog.collective(what):
-            places = [int(start) for start in starts[:-1]]
-            group.comm.Allgatherv(MPI.IN_PLACE, [found, counts, places, MPI.BYTE])
-    else:
-        for rank in range(group.size):
-            hand_out(group, found[int(starts[rank]) : int(starts[rank + 1])], rank)
-    return [
-        found[int(starts[rank]) : int(starts[rank + 1])].view(np.dtype(kind)).reshape(shape)
-        for rank, (shape, kind) in enumerate(forms)
-    ]
+        forms = same_call(group, what, (mine.shape, mine.dtype.str))
+        counts = [
+            int(np.prod(shape, dtype=np.int64)) * np.dtype(kind).itemsize for shape, kind in forms
+        ]
+        starts = np.cumsum([0, *counts])
+        found = np.empty(int(starts[-1]), dtype=np.uint8)
+        own = slice(int(starts[group.rank]), int(starts[group.rank + 1]))
+        found[own] = mine.reshape(-1).view(np.uint8)
+        if found.nbytes <= CHUNK_NBYTES:
+            with group.watchdog.collective(what):
+                places = [int(start) for start in starts[:-1]]
+                group.comm.Allgatherv(MPI.IN_PLACE, [found, counts, places, MPI.BYTE])
+        else:
+            for rank in range(group.size):
+                hand_out(group, found[int(starts[rank]) : int(starts[rank + 1])], rank)
+        return [
+            found[int(starts[rank]) : int(starts[rank + 1])].view(np.dtype(kind)).reshape(shape)
+            for rank, (shape, kind) in enumerate(forms)
+        ]
 
 
 def is_same_number(group: Group, mine: int) -> bool:
@@ -152,32 +147,31 @@ class ChunkedExchange:
             CommError: on every rank; a rank is in another call, or brings another dtype or number of dimensions.
         """
         with self.topology.watchdog.operation(what):
-            return self._tensors(mine, what)
-
-    def _tensors(self, mine: Tensor, what: str) -> list[Tensor]:
-        data = mine.detach().cpu().contiguous()
-        form = (str(data.dtype), tuple(data.shape))
-        forms = same_call(self.topology.world, what, form)
-        kinds = [(dtype, len(shape)) for dtype, shape in forms]
-        odd = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
-        if odd is not None:
-            self._refuse(
-                f"{what}: rank {odd} brings {kinds[odd][0]} of {kinds[odd][1]} dimension(s), and rank 0 {kinds[0][0]} "
-                f"of {kinds[0][1]}; give tensors of one kind on all ranks"
+            data = mine.detach().cpu().contiguous()
+            form = (str(data.dtype), tuple(data.shape))
+            forms = same_call(self.topology.world, what, form)
+            kinds = [(dtype, len(shape)) for dtype, shape in forms]
+            odd = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+            if odd is not None:
+                self._refuse(
+                    f"{what}: rank {odd} brings {kinds[odd][0]} of {kinds[odd][1]} dimension(s), and rank 0 "
+                    f"{kinds[0][0]} of {kinds[0][1]}; give tensors of one kind on all ranks"
+                )
+            raw = (
+                data.reshape(-1).view(torch.uint8).numpy()
+                if data.numel()
+                else np.empty(0, np.uint8)
             )
-        raw = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else np.empty(0, np.uint8)
-        found = arrays(self.topology.world, raw, what)
-        return [
-            torch.from_numpy(part).view(data.dtype).reshape(shape).to(mine.device)
-            if part.size
-            else mine.new_empty(shape)
-            for part, (_, shape) in zip(found, forms, strict=True)
-        ]
+            found = arrays(self.topology.world, raw, what)
+            return [
+                torch.from_numpy(part).view(data.dtype).reshape(shape).to(mine.device)
+                if part.size
+                else mine.new_empty(shape)
+                for part, (_, shape) in zip(found, forms, strict=True)
+            ]
 
     def _refuse(self, text: str) -> NoReturn:
-        error = CommError(text)
-        told_all(error, self.topology.world.comm)
-        raise error
+        raise told_all(CommError(text), self.topology.world.comm)
 
     def joined(self, mine: Tensor, what: str) -> Tensor:
         """``mine`` of every rank, one after the other along the first dimension; numbers become a vector.

@@ -82,9 +82,8 @@ def done_by_root(
     if not has_finished:
         if task is not None:
             task.end()
-        error = StoppedEarly(f"asked to stop before there was anything to save; did not {what}")
-        told_all(error, topology.world.comm)
-        raise error
+        early = StoppedEarly(f"asked to stop before there was anything to save; did not {what}")
+        raise told_all(early, topology.world.comm)
     text = ""
     with topology.agreed(what):
         if task is not None:

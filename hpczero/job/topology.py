@@ -12,7 +12,8 @@ from mpi4py import MPI
 
 from hpczero import errors
 from hpczero.errors import TopologyError
-from hpczero.job.group import Forwards, Group, is_job, named, spans
+from hpczero.job.group import Forwards, Group, is_job, named
+from hpczero.job.log import spans
 from hpczero.job.mesh import DATA, DATA_SEQUENCE, DEGREES, MODEL, SHARD, Mesh
 from hpczero.job.watchdog import RollCall, Watchdog, stop_all
 from hpczero.options.environment import Environment, misspelt

@@ -249,22 +249,15 @@ class Watchdog:
         past_s, place = time.monotonic() - since, place_in_program()
         return f"outside of any collective for {past_s:.0f} s{place}, the last was {what}"
 
-    def _unchanged_s(self) -> float:
-        """Seconds since the last call began or ended."""
-        latest = self._latest() or self._last
-        return time.monotonic() - max(self._last[1], latest[1])
-
     def _look(self) -> float:
         """Look once at the call that is open. Returns seconds until the next look."""
         period = min(max(self.timeout_s / 10, 0.05), 5.0)
         patience_s = 2 * period + 1.0  # the others look for questions once a period
         # Not while all is well: no second thread in MPI unless something already looks like a hang.
-        if (
-            self._roll_call is not None
-            and self._unchanged_s() > min(self.timeout_s, 2 * NOTICE_S) / 4
-        ):
-            self._roll_call.answer(self._state)
         latest = self._latest()
+        unchanged_s = time.monotonic() - max(self._last[1], (latest or self._last)[1])
+        if self._roll_call and unchanged_s > min(self.timeout_s, 2 * NOTICE_S) / 4:
+            self._roll_call.answer(self._state)
         if latest is None:
             return period
         what, start = latest

@@ -362,11 +362,7 @@ def tree_sum(
         out.device.type == "cuda"
         and (form := rows_of(blocks, out)) is not None
         and device_tree_sum(
-            *form,
-            groups=groups,
-            scale=scale,
-            accumulate=accumulate,
-            node_dtype=node_dtype,
+            *form, groups=groups, scale=scale, accumulate=accumulate, node_dtype=node_dtype
         )
     ):
         return

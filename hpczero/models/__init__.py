@@ -33,12 +33,7 @@ __all__ = [
     "parameter_shapes",
 ]
 
-_MODULE_OF = {
-    "GPT": "gpt",
-    "Block": "gpt",
-    "Deviates": "initial",
-    "generate": "gpt",
-}
+_MODULE_OF = {"GPT": "gpt", "Block": "gpt", "Deviates": "initial", "generate": "gpt"}
 
 
 def __getattr__(name: str) -> object:

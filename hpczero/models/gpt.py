@@ -89,8 +89,7 @@ def _choose(
 def document_numbers(tokens_BT: Tensor, separator: int) -> Tensor:
     """Which document of its sequence each token is of, counted from 0; int64 (B, T)."""
     ends_BT = tokens_BT == separator
-    before_BT = ends_BT.cumsum(1) - ends_BT.long()
-    return before_BT
+    return ends_BT.cumsum(1) - ends_BT.long()
 
 
 def document_positions(documents_BT: Tensor) -> Tensor:
@@ -324,12 +323,7 @@ def attend(
     if rotary:  # it tells distances alone, so positions need not begin anew with a document
         q_BHTD, k_BHTD = rotate(q_BHTD), rotate(k_BHTD)
     return F.scaled_dot_product_attention(
-        q_BHTD,
-        k_BHTD,
-        v_BHTD,
-        attn_mask=mask_B1TT,
-        dropout_p=dropout,
-        is_causal=mask_B1TT is None,
+        q_BHTD, k_BHTD, v_BHTD, attn_mask=mask_B1TT, dropout_p=dropout, is_causal=mask_B1TT is None
     )
 
 

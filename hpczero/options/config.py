@@ -227,6 +227,33 @@ class ActivationOptions:
         require(self.buffers >= 2, "activations.buffers", self.buffers, "at least 2")
 
 
+@dataclass(frozen=True)
+class PlannedModel:
+    """The model that the plan command counts, by a name or by its sizes.
+
+    Attributes:
+        model: a preset, such as gpt2-xl or gpt-60b.
+        layers: transformer blocks; given beside a preset, this and the next three replace its values.
+        hidden: width of the residual stream.
+        heads: attention heads; they change no byte, but must divide the width.
+        vocab: token ids; 50257 (GPT-2) without a preset.
+        positions: learned or rotary; None: of the preset, learned without one.
+        sequence: tokens per sample; None: the context of the preset, 1024 without one.
+        precision: of parameters, activations and the wire; masters and sums are fp32 in any case.
+        reduce: of gradients' partial sums that travel between nodes and between replicas: fp32 or bf16.
+    """
+
+    model: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    vocab: int | None = None
+    positions: Literal["learned", "rotary"] | None = None
+    sequence: int | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    reduce: Literal["fp32", "bf16"] = "fp32"
+
+
 DEFAULT_RUN = "default"
 DEFAULT_PRESET = "gpt-nano"
 MOST_STEPS = 10**15

@@ -23,18 +23,12 @@ from typing import Any, Literal, TypeVar, Union
 import tyro
 
 from hpczero.errors import ConfigError, launcher_rank
-from hpczero.files.regular import read_text, reason, shown
+from hpczero.files.regular import parse_toml, read_text, reason, shown
 from hpczero.options.config import RunConfig
 from hpczero.options.types import JsonObject, registry
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
-
 T = TypeVar("T")
 
-BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file with it
 TOML_NBYTES = 2**20
 SCRIPTS = frozenset(
     f"hpczero-{name}"
@@ -137,12 +131,10 @@ def load_toml(path: Path, cls: type[T]) -> T:
         ConfigError: the file cannot be read, or has an unknown name, a wrong type, or a value that ``cls`` refuses.
     """
     try:
-        tables = tomllib.loads(read_text(path, TOML_NBYTES).removeprefix(BYTE_ORDER_MARK))
+        tables = parse_toml(read_text(path, TOML_NBYTES))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as options: {reason(error)}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: is not TOML: it is nested too deeply") from error
-    except ValueError as error:  # also a number of more digits than Python reads
+    except ValueError as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from error
     try:
         return _from_table(cls, tables, prefix="")

@@ -21,7 +21,7 @@ import tyro
 from hpczero.errors import ConfigError, run
 from hpczero.files.regular import shown
 from hpczero.models.config import PRESETS, GPTConfig, parameter_shapes
-from hpczero.options.config import LayoutOptions
+from hpczero.options.config import LayoutOptions, PlannedModel
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from hpczero.plan.footprint import Named, fastest_transport
@@ -40,8 +40,8 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-@dataclass(frozen=True)
-class PlanOptions:
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(PlannedModel):
     """What to size.
 
     Attributes:
@@ -56,14 +56,6 @@ class PlanOptions:
             of a node read each other's memory, window shares the host's; auto: what training takes.
         model: a preset, such as gpt2-xl or gpt-60b; or a folder of transformers with a config.json, or that file: its
             weights are not read, and activations are not counted.
-        layers: transformer blocks; given beside a preset, this and the next three replace its values.
-        hidden: width of the residual stream.
-        heads: attention heads; they change no byte, but must divide the width.
-        vocab: token ids; 50257 (GPT-2) without a preset.
-        positions: learned or rotary; None: of the preset, learned without one.
-        sequence: tokens per sample; None: the context of the preset, 1024 without one.
-        precision: of parameters, activations and the wire; masters and sums are fp32 in any case.
-        reduce: of gradients' partial sums that travel between nodes and between replicas: fp32 or bf16.
         optimizer: adamw, as training takes; adamw8bit: hpczero.optim.AdamW8bit of a program of your own, 2.125 bytes of
             state for each element instead of 8.
         micro_batch: samples per rank and forward that must fit.
@@ -81,15 +73,6 @@ class PlanOptions:
     machine: str | None = None
     device: Literal["cpu", "cuda"] | None = None
     transport: Literal["auto", "flat", "hierarchical", "ipc", "window"] = "auto"
-    model: str | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    vocab: int | None = None
-    positions: Literal["learned", "rotary"] | None = None
-    sequence: int | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    reduce: Literal["fp32", "bf16"] = "fp32"
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     micro_batch: int = 1
     accumulation: int = 1
@@ -336,7 +319,7 @@ def choose_plans(options: PlanOptions) -> tuple[GPTConfig | None, Callable[[int,
     )
 
 
-def choose_config(options: Any) -> GPTConfig:
+def choose_config(options: PlannedModel) -> GPTConfig:
     """The preset with every given size replaced, or a model from sizes alone.
 
     Args:
@@ -345,13 +328,8 @@ def choose_config(options: Any) -> GPTConfig:
     Raises:
         ConfigError: the preset is unknown, or sizes are missing or impossible.
     """
-    given = {
-        "layers": options.layers,
-        "hidden": options.hidden,
-        "heads": options.heads,
-        "vocab_size": options.vocab,
-        "positions": options.positions,
-    }
+    names = {"vocab": "vocab_size"} | {n: n for n in ("layers", "hidden", "heads", "positions")}
+    given = {theirs: getattr(options, ours) for ours, theirs in names.items()}
     # Any: the fields of GPTConfig have several types
     sizes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if options.model is None:
@@ -378,9 +356,8 @@ def choose_config(options: Any) -> GPTConfig:
             return GPTConfig(**sizes)
         config = dataclasses.replace(PRESETS[options.model], **sizes)
         if options.sequence and options.sequence > config.context:
-            config = dataclasses.replace(
-                config, context=options.sequence
-            )  # a longer position table
+            # A longer position table.
+            config = dataclasses.replace(config, context=options.sequence)
         return config
     except ValueError as error:
         raise ConfigError(str(error)) from error

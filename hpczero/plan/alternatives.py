@@ -203,9 +203,8 @@ def _several(run: PlannedRun) -> Iterator[PlannedRun]:
 
 def _more_ranks(run: PlannedRun, fits: Fits, cores: int) -> PlannedRun | None:
     """The fewest ranks on which the run fits: more on each node as far as it has cores, else more nodes like it."""
-    stages = [run.stage] * (run.stage > 0) + [3] * (
-        run.stage != 3
-    )  # stage 0: as much on every rank
+    # Stage 0: as much on every rank.
+    stages = [run.stage] * (run.stage > 0) + [3] * (run.stage != 3)
     for checkpointing in sorted({run.checkpointing, True}):
         for stage in stages:
             changed = dataclasses.replace(run, stage=stage, checkpointing=checkpointing)

@@ -21,6 +21,7 @@ import tyro
 from hpczero.errors import EXIT_FAILURE, ConfigError
 from hpczero.job.mesh import Mesh
 from hpczero.models.config import GPTConfig
+from hpczero.options.config import PlannedModel
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.peak import PlannedRun
@@ -39,19 +40,10 @@ SHOWN = 8
 
 
 @dataclass(frozen=True)
-class AutoOptions:
+class AutoOptions(PlannedModel):
     """What to choose for.
 
     Attributes:
-        model: a preset, such as gpt2-xl or gpt-60b.
-        layers: transformer blocks; given beside a preset, this and the next three replace its values.
-        hidden: width of the residual stream.
-        heads: attention heads.
-        vocab: token ids; 50257 (GPT-2) without a preset.
-        positions: learned or rotary; None: of the preset, learned without one.
-        sequence: tokens per sample; None: the context of the preset, 1024 without one.
-        precision: of parameters, activations and the wire.
-        reduce: of gradients' partial sums that travel between nodes and between replicas: fp32 or bf16.
         global_batch: samples of a step over all ranks.
         folder: on a disk of every node, where parts of the shards may rest; left out, nothing rests on disk.
         device: where this machine computes.
@@ -62,15 +54,6 @@ class AutoOptions:
         json: print one JSON object instead of lines.
     """
 
-    model: str | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    vocab: int | None = None
-    positions: Literal["learned", "rotary"] | None = None
-    sequence: int | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    reduce: Literal["fp32", "bf16"] = "fp32"
     global_batch: int = 32
     folder: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -97,7 +80,7 @@ class AutoOptions:
             )
 
 
-def main(arguments: list[str], choose_config: Callable[[Any], GPTConfig]) -> int:
+def main(arguments: list[str], choose_config: Callable[[PlannedModel], GPTConfig]) -> int:
     """Print the choice; exit code 1 if nothing fits. Collective over MPI's world without ``--machine``.
 
     Args:
@@ -110,7 +93,6 @@ def main(arguments: list[str], choose_config: Callable[[Any], GPTConfig]) -> int
         prog="python -m hpczero.plan --auto",
         description="Choose stage, memory tiers, checkpointing and micro-batch: what trains fastest within the memory. "
         "Start it under mpirun or srun as the training would be, or name a --machine.",
-        default=AutoOptions(),
     )
     config = choose_config(options)
     sequence = options.sequence or config.context
@@ -191,9 +173,8 @@ def _on_sheet(options: AutoOptions, config: GPTConfig, sequence: int) -> Choice:
     base = _base(options, config, sequence, options.ranks, local, transport)
     base = dataclasses.replace(base, on_device=not machine.shares_memory)
     media: list[Any] = [medium for medium in ("host", "disk") if all(machine.tier_rates(medium))]
-    if (
-        machine.shares_memory or not machine.host_memory
-    ):  # ranks compute there, or nobody knows what fits
+    # Ranks compute there, or nobody knows what fits.
+    if machine.shares_memory or not machine.host_memory:
         media = [medium for medium in media if medium != "host"]
     freedom = Freedom(media=media, rests=media, folder=options.folder or "FOLDER")
 

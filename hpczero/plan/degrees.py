@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from math import gcd, prod
+from math import gcd, isqrt, prod
 
 from hpczero.errors import ConfigError
 from hpczero.job.mesh import DEGREES, Mesh
@@ -110,6 +110,12 @@ def _th(number: int) -> str:
     return {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors of ``number``, ascending."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
 def mesh_of(options: LayoutOptions, ranks: int, ranks_per_node: int) -> Mesh:
     """The mesh that the options mean. Nodes are filled with ranks one after the other. Not collective.
 
@@ -127,11 +133,7 @@ def mesh_of(options: LayoutOptions, ranks: int, ranks_per_node: int) -> Mesh:
     Source: issue 19; groups of shards inside a node: Zhang et al., MiCS, arXiv 2205.00119; a second one: Wang et al.,
     ZeRO++, arXiv 2306.10209, sec. 3.2.
     """
-    given = {
-        "pipeline": options.pipeline,
-        "sequence": options.context,
-        "tensor": options.tensor,
-    }
+    given = {"pipeline": options.pipeline, "sequence": options.context, "tensor": options.tensor}
     left = Mesh.of(ranks, **given).shard
     local = max(min(ranks_per_node, ranks), 1)
     if options.tensor > 1 and local % options.tensor and not options.spread_tensor:

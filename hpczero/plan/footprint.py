@@ -260,20 +260,14 @@ class Carriers:
             times * self.carried_numel(count) for count, times in _rounds(shard_numel, chunk)
         )
 
-    def sent_at_once(self, shard_numel: int, chunk: int) -> int:
-        """Most elements that it sends in one round of such a reduction.
-
-        Alignment may give it more of the last round, which is shorter, than of the others.
-        """
-        counts = (count for count, _ in _rounds(shard_numel, chunk))
-        return max(map(self.carried_numel, counts), default=0)
-
     def exchange_numel(self, shard_numel: int, chunk: int) -> int:
         """Elements of the buffers of such a reduction: what it sends, and a row to receive from each node.
 
         Rounds that overlap take two of them in turn.
         """
-        row = self.sent_at_once(shard_numel, chunk) + len(self.nodes) * chunk
+        # Alignment may give more of the last round, which is shorter, than of the others.
+        counts = (count for count, _ in _rounds(shard_numel, chunk))
+        row = max(map(self.carried_numel, counts), default=0) + len(self.nodes) * chunk
         return rail_turns(shard_numel, chunk) * row
 
     def reduce_messages(self, shard_numel: int, chunk: int) -> int:
@@ -364,9 +358,8 @@ def fastest_transport(
 
 
 FP32_BYTES = 4
-PULLED_IN_TURN = (
-    2  # places that serve all whole parameters where ranks of a node pull them from each other
-)
+# Places that serve all whole parameters where ranks of a node pull them from each other.
+PULLED_IN_TURN = 2
 PLACE_ALIGNMENT = 256  # bytes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add
+from typing import TYPE_CHECKING
 
 from hpczero.plan.footprint import (
     Footprint,
@@ -13,7 +14,11 @@ from hpczero.plan.footprint import (
     rail_chunk,
     rail_messages,
 )
-from hpczero.plan.layout import Codec, ShardLayout, UnitSpec
+from hpczero.plan.layout import ShardLayout, UnitSpec
+from hpczero.plan.precision import Precision
+
+if TYPE_CHECKING:
+    from hpczero.plan.plan import Plan
 
 FP32_BYTES = 4
 
@@ -49,17 +54,7 @@ class TrafficPlan:
 
 
 def unit_traffic(
-    layout: ShardLayout,
-    *,
-    codec: Codec | None = None,
-    shards_parameters: bool,
-    shards_optimizer: bool,
-    trainable: bool,
-    param_itemsize: int,
-    node_itemsize: int,
-    footprint: Footprint,
-    micro_steps: int,
-    synced: int,
+    plan: Plan, unit: UnitSpec, footprint: Footprint, *, micro_steps: int, synced: int
 ) -> TrafficPlan:
     """What one rank sends for one unit in one optimizer step.
 
@@ -68,43 +63,34 @@ def unit_traffic(
     the reduced fp32 gradient follows every reduction instead. Partial sums travel between nodes in the dtype they are
     rounded to. Of codes, elements are those of the parameters, and bytes those of the codes.
     """
-    shards, shard, nodes = layout.num_shards, layout.shard_numel, footprint.nodes
+    layout, codec, stage = unit.layout, unit.codec, plan.stage
+    shards, shard, item = layout.num_shards, layout.shard_numel, plan.precision.param_itemsize
+    total, padding = layout.padded_numel, layout.padded_numel - layout.numel
     if codec is not None and shard:
         words = codec.words(shard)
-        of_codes = unit_traffic(
-            ShardLayout.pack([("codes", (words * shards,))], shards, align=1),
-            shards_parameters=shards_parameters,
-            shards_optimizer=shards_optimizer,
-            trainable=False,
-            param_itemsize=FP32_BYTES,
-            node_itemsize=node_itemsize,
-            footprint=footprint,
-            micro_steps=micro_steps,
-            synced=0,
-        )
+        packed = ShardLayout.pack([("codes", (words * shards,))], shards, align=1)
+        codes = replace(unit, layout=packed, codec=None, trainable=False)
+        fp32 = replace(plan, precision=Precision())
+        of_codes = unit_traffic(fp32, codes, footprint, micro_steps=micro_steps, synced=0)
         numel = of_codes.all_gather_numel * shard // words
-        padding = layout.padded_numel - layout.numel
-        return replace(
-            of_codes, all_gather_numel=numel, padding=numel * padding // layout.padded_numel
-        )
-    wire = min(param_itemsize, node_itemsize) if shards == nodes else node_itemsize
+        return replace(of_codes, all_gather_numel=numel, padding=numel * padding // total)
+    wire = plan.wire_itemsize(footprint)
     way = _way(footprint, shards, shard, wire)
     shared = footprint.reads_peers
-    reductions = synced if trainable else 0
-    if shards_parameters and not footprint.lasting:
-        gathers, gather_itemsize = 2 * micro_steps, param_itemsize
-    elif shards_optimizer:
-        gathers, gather_itemsize = int(trainable), param_itemsize
+    reductions = synced if unit.trainable else 0
+    if stage.shards_parameters and not footprint.lasting:
+        gathers, gather_itemsize = 2 * micro_steps, item
+    elif stage.shards_optimizer:
+        gathers, gather_itemsize = int(unit.trainable), item
     else:
         gathers, gather_itemsize = reductions, FP32_BYTES
-    gathered = way.gathered + (0 if shared and shards_optimizer else way.gathered_inside)
+    gathered = way.gathered + (0 if shared and stage.shards_optimizer else way.gathered_inside)
     reduced_inside = 0 if shared else way.reduced_inside
     reduced = way.reduced + reduced_inside
-    reduced_nbytes = reduced_inside * param_itemsize + way.reduced * wire
-    total, padding = layout.padded_numel, layout.padded_numel - layout.numel
+    reduced_nbytes = reduced_inside * item + way.reduced * wire
     sent = gathers * gathered + reductions * reduced
     messages = 0
-    if shard and nodes > 1:
+    if shard and footprint.nodes > 1:
         messages += gathers * _gather_messages(footprint, shard, gather_itemsize)
         messages += reductions * _reduce_messages(footprint, shard, wire)
     return TrafficPlan(

@@ -225,9 +225,8 @@ class Sides:
 ADAM_STATES = 2
 PAGE = 4096  # bytes; the end of a part is filled up to one
 MOST_PARTS = 16  # of a record: a block of staging has so many ends of pages to spare
-LANDING = (
-    2  # gradients that are in memory at a time: one is being made, one is being reduced or written
-)
+# Gradients that are in memory at a time: one is being made, one is being reduced or written.
+LANDING = 2
 
 
 @dataclass(frozen=True)
@@ -302,11 +301,6 @@ class OffloadedPlan:
     def element_nbytes(self) -> int:
         """Bytes of all parts of an element of those units that rest elsewhere."""
         return self.parts * FP32_BYTES + self.mirror
-
-    @property
-    def pass_nbytes(self) -> int:
-        """Bytes of an element that a forward or a backward reads."""
-        return (self.mirror or FP32_BYTES) if self.parameters else 0
 
     @property
     def _shard(self) -> int:
@@ -404,7 +398,8 @@ class OffloadedPlan:
         stepped = sum(self._stepped(unit, rank) for unit in self.away)
         states = 0 if first else self.states
         again = max(synced - 1, 0) * self.gradients  # a gradient that is added to comes back first
-        reads = self._shard * (2 * micro_steps * self.pass_nbytes + FP32_BYTES * again)
+        a_pass = (self.mirror or FP32_BYTES) if self.parameters else 0  # of an element
+        reads = self._shard * (2 * micro_steps * a_pass + FP32_BYTES * again)
         writes = self._shard * FP32_BYTES * synced * self.gradients
         if self.offload.on_host:  # nothing of what is stepped on moves; new values go up
             sent = 0 if self.parameters else self.plan.precision.param_itemsize * stepped

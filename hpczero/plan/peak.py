@@ -12,7 +12,7 @@ from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.offload import EVERYTHING_KEPT, Medium
 from hpczero.plan.offloaded import ADAM_STATES
 from hpczero.plan.plan import FP32_BYTES
-from hpczero.plan.sizing import ForwardSizes, accumulated_nbytes
+from hpczero.plan.sizing import accumulated_nbytes
 from hpczero.plan.spread import Spread
 
 # Rounds of a save or a load and windows that are partly read or written: checkpoint.exchange and checkpoint.held.
@@ -80,18 +80,14 @@ class PlannedRun(Spread):
         """Bytes of memory tiers that are memory of the host; beside a device they are not in its memory."""
         return self.resting("host")
 
-    @property
-    def _forwards(self) -> ForwardSizes:
-        """Of this rank; of a layout, all inputs of blocks count as if they were in memory."""
-        held = self.held(self.place)
-        return replace(held, kept=EVERYTHING_KEPT) if self.layout else held
-
     @cached_property
     def activations(self) -> int:
         """Bytes of activations of all forwards alive, and of what is on its way between stages or to a tier."""
         staged = self.checkpointing and not self.layout
         staging = self.kept.staging_nbytes(self.input_nbytes) if staged else 0
-        peak = self._forwards.peak_nbytes(self.alive(self.place))
+        held = self.held(self.place)
+        held = replace(held, kept=EVERYTHING_KEPT) if self.layout else held
+        peak = held.peak_nbytes(self.alive(self.place))
         return peak + self.boundary_nbytes(self.place) + staging
 
     @cached_property

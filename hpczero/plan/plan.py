@@ -306,22 +306,8 @@ class Plan:
 
         Source: Rajbhandari et al., ZeRO, SC20, sec. 7: 2Ψ for stages 0 to 2, 3Ψ for stage 3, times (N-1)/N.
         """
-        parts = [
-            unit_traffic(
-                unit.layout,
-                codec=unit.codec,
-                shards_parameters=self.stage.shards_parameters,
-                shards_optimizer=self.stage.shards_optimizer,
-                trainable=unit.trainable,
-                param_itemsize=self.precision.param_itemsize,
-                node_itemsize=self.node_itemsize,
-                footprint=footprint or Footprint(),
-                micro_steps=micro_steps,
-                synced=synced,
-            )
-            for unit in self.units
-        ]
-        return sum(parts, TrafficPlan())
+        steps, way = {"micro_steps": micro_steps, "synced": synced}, footprint or Footprint()
+        return sum((unit_traffic(self, unit, way, **steps) for unit in self.units), TrafficPlan())
 
     def describe(
         self,

@@ -103,5 +103,4 @@ def by_class(*classes: type[nn.Module]) -> UnitRule:
 
 def whole_model(model: nn.Module) -> list[tuple[str, ...]]:
     """One unit, the root: the simplest plan, for small models."""
-    del model
     return []

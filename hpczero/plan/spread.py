@@ -324,9 +324,7 @@ class Spread:
     def bubble(self) -> Fraction:
         """Idle over working time of a pipeline stage."""
         return bubble(
-            pipeline=self.mesh.pipeline,
-            micro_batches=self.accumulation,
-            interleave=self.interleave,
+            pipeline=self.mesh.pipeline, micro_batches=self.accumulation, interleave=self.interleave
         )
 
     def first_rank(self, place: int) -> int:
@@ -340,10 +338,7 @@ class Spread:
     @cached_property
     def shards(self) -> GroupSpan:
         """The group that shares parameters; of the stages, that on most nodes."""
-        return max(
-            (self.span(place, *SHARD) for place in self.kinds),
-            key=lambda span: span.nodes,
-        )
+        return max((self.span(place, *SHARD) for place in self.kinds), key=lambda span: span.nodes)
 
     @cached_property
     def of_transport(self) -> Footprint:
@@ -442,15 +437,12 @@ class Spread:
         """Bytes of one rank of stage ``place``. All ranks of a stage hold as much, padding included."""
         plan, footprint = self.plan_of(place), self.of_transport
         memory = plan.memory(optimizer_bytes=STATE_BYTES[self.optimizer], footprint=footprint)
+        alike = ("parameters", "master", "gradients", "optimizer", "exchange")
         return Shares(
-            parameters=memory.parameters,
-            master=memory.master,
-            gradients=memory.gradients,
-            optimizer=memory.optimizer,
+            **{name: getattr(memory, name) for name in alike},
             secondary=self.secondary_nbytes(place),
             held=self.held_nbytes(place),
             unsharded=max(self.unsharded_nbytes(place), memory.stepping),
-            exchange=memory.exchange,
             accumulated=accumulated_nbytes(plan, self.accumulation, footprint=footprint)
             + self.arriving_nbytes(place),
             activations=self.held(place).peak_nbytes(self.alive(place)),

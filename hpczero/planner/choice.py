@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar
 
 from hpczero.errors import PlanError
+from hpczero.plan.degrees import divisors
 from hpczero.plan.offload import MIB, NOTHING_AWAY, Activations, Medium, Offload
 from hpczero.plan.peak import PlannedRun
 from hpczero.plan.plan import Stage
+from hpczero.predict.answer import seconds
 from hpczero.predict.model import Prediction
 
 MOST_MICRO_BATCHES = 12  # of one setting: the largest divisors
@@ -93,11 +96,10 @@ def _checkpointings(run: PlannedRun, freedom: Freedom) -> list[tuple[bool, Activ
 
 def _saves(run: PlannedRun) -> bool:
     """Whether less memory is held with inputs of blocks elsewhere than without."""
-    try:
+    with suppress(PlanError):
         run.kept.check_saves(inputs=run.model.layers, input_nbytes=run.input_nbytes)
-    except PlanError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _offloads(run: PlannedRun, freedom: Freedom) -> list[Offload]:
@@ -121,20 +123,16 @@ def _offloads(run: PlannedRun, freedom: Freedom) -> list[Offload]:
 
 def _goes(offload: Offload, stage: int) -> bool:
     """Whether the parts go together: beside those that are tried here, options may ask for more."""
-    try:
+    with suppress(PlanError):
         offload.check(Stage.of(stage))
-    except PlanError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _micro_batches(run: PlannedRun, freedom: Freedom) -> list[int]:
     if not freedom.micro_batches:
         return [run.micro_batch]
-    mine = run.micro_batch * run.accumulation
-    small = [size for size in range(1, int(mine**0.5) + 1) if mine % size == 0]
-    sizes = sorted({*small, *(mine // size for size in small)}, reverse=True)
-    return sizes[:MOST_MICRO_BATCHES]
+    return divisors(run.micro_batch * run.accumulation)[: -MOST_MICRO_BATCHES - 1 : -1]
 
 
 Found = TypeVar("Found")
@@ -331,11 +329,6 @@ def lines(choice: Choice) -> list[str]:
         said[-1] += f"; and memory: {describe(large)} would be faster and does not fit"
     said.append(f"to pin it: {' '.join(options_of(best.run))}")
     return said
-
-
-def seconds(value: float) -> str:
-    """As a user reads them."""
-    return f"{value:,.2f} s" if value >= 1 else f"{value * 1e3:,.3g} ms"
 
 
 def nbytes(value: float) -> str:

@@ -12,7 +12,7 @@ from hpczero.errors import ConfigError
 from hpczero.job.mesh import DEGREES
 from hpczero.models.config import GPTConfig
 from hpczero.options.config import LayoutOptions
-from hpczero.plan.degrees import check_model, mesh_of
+from hpczero.plan.degrees import check_model, divisors, mesh_of
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.offload import NOTHING_AWAY
 from hpczero.plan.offloaded import least_fraction, short_fraction, units_away
@@ -32,10 +32,8 @@ from hpczero.predict.model import Prediction, predict
 # all.
 
 STAGES = (0, 1, 2, 3)
-STAGED = (
-    1,
-    3,
-)  # under a pipeline: at stage 2 gradients of all micro-batches wait whole, as at stage 1
+# Under a pipeline: at stage 2 gradients of all micro-batches wait whole, as at stage 1.
+STAGED = (1, 3)
 GROUPS = (1, 2, 4)  # of blocks on a stage
 
 
@@ -97,7 +95,7 @@ def layout_candidates(
             continue  # the same as world
         if global_batch % data:
             continue
-        for micro in _divisors(global_batch // data):
+        for micro in divisors(global_batch // data):
             times = global_batch // data // micro
             if options.interleave > 1 and times % options.pipeline:
                 continue
@@ -125,8 +123,8 @@ def layout_candidates(
 
 
 def _degrees(model: GPTConfig, ranks: int, local: int) -> Iterator[LayoutOptions]:
-    for tensor in _divisors(local):
-        for pipeline in _divisors(ranks // tensor):
+    for tensor in divisors(local):
+        for pipeline in divisors(ranks // tensor):
             for groups in GROUPS if pipeline > 1 else (1,):
                 if pipeline * groups > model.layers:
                     continue
@@ -140,10 +138,6 @@ def _degrees(model: GPTConfig, ranks: int, local: int) -> Iterator[LayoutOptions
                             interleave=groups,
                             secondary=second,
                         )
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _fitting(spread: Spread, room: int) -> Spread | None:

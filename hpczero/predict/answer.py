@@ -26,8 +26,9 @@ def gigabytes(nbytes: float) -> str:
     return f"{nbytes / GB:,.1f} GB" if nbytes >= GB else f"{nbytes / MB:,.1f} MB"
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"
+def seconds(value: float) -> str:
+    """A time as a user reads it."""
+    return f"{value:,.2f} s" if value >= 1 else f"{value * 1e3:,.3g} ms"
 
 
 def _unit_of(sizes: Sequence[int]) -> tuple[str, int]:
@@ -118,7 +119,7 @@ class PlanReport:
         def words(label: str, value: Callable[[Fit], object]) -> Cells:
             return label, [str(value(row)) for row in self.fits]
 
-        steps = ("predicted step", [_ms(found.step_s) for found in self.predictions])
+        steps = ("predicted step", [seconds(found.step_s) for found in self.predictions])
         activations = nbytes(f"with micro-batch {self.micro_batch}", lambda row: row.needed_nbytes)
         batches = [
             words("largest micro-batch", lambda row: row.micro_batch or "-"),
@@ -236,7 +237,7 @@ def recommend(report: PlanReport, stage3: Callable[[int], Fit]) -> str:
 def _why(report: PlanReport, best: Fit, smallest: Fit) -> str:
     if report.predictions:
         step_s = report.predictions[best.stage].step_s
-        return f"the fastest that fits, {_ms(step_s)} a step as predicted on {report.machine_title}"
+        return f"the fastest that fits, {seconds(step_s)} a step as predicted on {report.machine_title}"
     if best.stage == smallest.stage:
         return "the smallest that fits"
     return (
@@ -425,13 +426,13 @@ class LayoutReport:
         found = [row.prediction for row in self.rows if row.prediction is not None]
         if not found:
             return []
-        seconds = (
+        times = (
             ("predicted step, s", [each.step_s for each in found]),
             ("  waiting for stages, s", [each.fill_s + each.messages_s for each in found]),
             ("  sums, exchanges, s", [each.sums_s + each.context_s for each in found]),
             ("  shards, replicas, s", [each.communication_s + each.replicas_s for each in found]),
         )
-        cells = [(label, [f"{value:,.3g}" for value in values]) for label, values in seconds]
+        cells = [(label, [f"{value:,.3g}" for value in values]) for label, values in times]
         return [*cells, *_speeds(found)]
 
     def _stages(self) -> str:

@@ -103,11 +103,7 @@ class Job(Spread):
         if self.mesh.pipeline > 1:
             return Pass(False, False, 1), Pass(True, True, 1)
         before = self.accumulation - 1
-        return (
-            Pass(False, False, before + 1),
-            Pass(True, False, before),
-            Pass(True, True, 1),
-        )
+        return (Pass(False, False, before + 1), Pass(True, False, before), Pass(True, True, 1))
 
     @property
     def work(self) -> Kernels:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpczero.errors import ConfigError
-from hpczero.files.regular import read_text, reason, shown
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+from hpczero.files.regular import parse_toml, read_text, reason, shown
 
 FOLDER = Path(__file__).parent / "machines"
 MOST_NBYTES = 2**20
@@ -35,6 +29,7 @@ PASSES = {
 # Bytes read and written for one element of Adam: gradient, and parameter, momentum, variance both ways, all fp32; and
 # one read of the gradient for its norm.
 UPDATE_BYTES = 4 + 3 * 8 + 4
+TIER_RATES = ("disk_read", "disk_write", "host_read", "host_write")
 
 
 @dataclass(frozen=True)
@@ -204,14 +199,14 @@ def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
     named = "/" not in name and "." not in name
     path = FOLDER / f"{name}.toml" if named else Path(name)
     try:
-        table = tomllib.loads(read_text(path, MOST_NBYTES))
+        table = parse_toml(read_text(path, MOST_NBYTES))
     except OSError as error:
         known = ", ".join([*others, *machine_names()])
         why = "" if named else f": {reason(error)}"
         raise ConfigError(
             f"--machine: got {name!r}, expected one of {known}, or the path of a .toml file{why}"
         ) from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, no TOML, or nested too deeply
+    except ValueError as error:  # not UTF-8, or no TOML
         raise ConfigError(f"{path}: is not TOML: {error}") from error
     sources: dict[str, str] = {}
 
@@ -370,11 +365,8 @@ class MeasuredKernels:
             wait=if_any("wait", seconds),
             between=if_any("between", rate),
             wait_between=if_any("wait_between", seconds),
-            disk_read=if_any("disk_read", min),  # a step waits for the slowest
-            disk_write=if_any("disk_write", min),
-            host_read=if_any("host_read", min),
-            host_write=if_any("host_write", min),
-            host_update=if_any("host_update", max),
+            host_update=if_any("host_update", max),  # a step waits for the slowest
+            **{name: if_any(name, min) for name in TIER_RATES},
         )
 
 
@@ -422,12 +414,9 @@ def machine_of(
         nics=ranks_per_node,  # the rate between nodes is that of one rank while all send
         nic_rate=between,
         nic_latency=measured.wait_between or measured.wait or 0.0,
-        disk_read=measured.disk_read or 0.0,
-        disk_write=measured.disk_write or 0.0,
-        host_read=measured.host_read or 0.0,
-        host_write=measured.host_write or 0.0,
         host_update=1 / measured.host_update if measured.host_update else 0.0,
         fresh_rate=measured.fresh or 0.0,
         shares_memory=True,
         sources={"all": "measured by hpczero.probe"},
+        **{name: getattr(measured, name) or 0.0 for name in TIER_RATES},
     )

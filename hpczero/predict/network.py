@@ -253,8 +253,9 @@ class Network:
         whole = Cost(AGREEMENTS * self._agreement_s())
         exposed = whole.seconds
         units = job.plan.units
-        before = (self._gather_of, self._gather_again_of) if gathers else (_nothing, _nothing)
-        gathered = [_of_each(units, gather) for gather in before]
+        gathered = [[NOTHING] * len(units)] * 2
+        if gathers:
+            gathered = [_of_each(units, of) for of in (self._gather_of, self._gather_again_of)]
         reduced = _of_each(units, self._reduce_of)
         for one in job.passes:
             compute = block_b if one.backward else block_f
@@ -348,10 +349,6 @@ def _of_each(units: Sequence[UnitSpec], of: Callable[[UnitSpec], Cost]) -> list[
         if shape not in known:
             known[shape] = of(unit)
     return [known[unit.layout.shard_numel, unit.layout.padded_numel] for unit in units]
-
-
-def _nothing(_: UnitSpec) -> Cost:
-    return NOTHING
 
 
 def _not_hidden(costs: list[tuple[float, float]], compute: float, head_b: float) -> float:

@@ -62,7 +62,6 @@ def main() -> int:
         description="Find the nodes of a job that would hold a run up: GPUs that are missing, files that come back "
         "wrong, slow links. Run it with one rank per node. The last line names the bad ones: --exclude=a,b. "
         "Exit code 0: all good, 1: some are bad, 86: it hung.",
-        default=PreflightOptions(),
     )
     tell_start_aside("hpczero.preflight")
     # The imports too: they start MPI, where all wait for a node that does not answer.

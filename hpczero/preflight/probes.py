@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,14 +18,9 @@ from mpi4py import MPI
 
 from hpczero.doctor.environment import gpu_devices
 from hpczero.errors import ConfigError
+from hpczero.files.regular import answer
 from hpczero.job.topology import Topology
-from hpczero.preflight.verdict import (
-    NodeReport,
-    blame,
-    rounds,
-    who_reads_again,
-    who_reads_what,
-)
+from hpczero.preflight.verdict import NodeReport, blame, rounds, who_reads_again, who_reads_what
 
 MIB = 2**20
 TRIES = 3
@@ -43,13 +37,9 @@ def count_gpus() -> int:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return len(gpu_devices())
-    try:
-        asked = subprocess.run(
-            [tool, "-L"], capture_output=True, text=True, timeout=ASK_LIMIT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs has no GPU to offer
-        return 0
-    return sum(line.startswith("GPU ") for line in asked.stdout.splitlines())
+    asked = answer([tool, "-L"], ASK_LIMIT_S)
+    said = asked.stdout if asked is not None else ""  # a driver that hangs has no GPU to offer
+    return sum(line.startswith("GPU ") for line in said.splitlines())
 
 
 def try_files(

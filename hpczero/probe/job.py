@@ -270,11 +270,7 @@ def _between_ranks(topology: Topology) -> dict[str, float | None]:
 
 
 def probe_job(
-    topology: Topology,
-    accelerator: Accelerator,
-    *,
-    dtype: torch.dtype,
-    folder: Path | None = None,
+    topology: Topology, accelerator: Accelerator, *, dtype: torch.dtype, folder: Path | None = None
 ) -> tuple[MeasuredKernels, list[str]]:
     """What the ranks measure together, and what could not be measured. Collective over world; equal on every rank.
 

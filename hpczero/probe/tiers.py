@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from hpczero.errors import HpcZeroError
 
-if (
-    TYPE_CHECKING
-):  # torch comes with it, and the doctor does without unless it is asked about a disk
+# Torch comes with it, and the doctor does without unless it is asked about a disk.
+if TYPE_CHECKING:
     from hpczero.accelerator import Accelerator
     from hpczero.job.group import Group
     from hpczero.tier import Fetch, Tier

@@ -10,7 +10,8 @@ from typing import Any
 import hpczero
 from hpczero.job import log
 from hpczero.job.topology import Topology
-from hpczero.planner.choice import Foretold, nbytes, seconds
+from hpczero.planner.choice import Foretold, nbytes
+from hpczero.predict.answer import seconds
 from hpczero.run.evaluation import Found
 from hpczero.run.results.metrics import (
     StepMetrics,

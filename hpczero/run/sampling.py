@@ -53,12 +53,7 @@ from hpczero.options.config import LayoutOptions
 from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.parallel.tensor import close
 from hpczero.plan.degrees import check_model, mesh_on_nodes
-from hpczero.run.results.weights import (
-    WEIGHTS_FILE,
-    Weights,
-    check_writes_text,
-    step_of_weights,
-)
+from hpczero.run.results.weights import WEIGHTS_FILE, Weights, check_writes_text, step_of_weights
 from hpczero.run.starting.building import divide
 from hpczero.run.starting.resume import DATA, MODEL, TOKENIZER, data_of
 

@@ -141,7 +141,11 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         chosen = _choose(given, config, folder, adapter, batch)
         config, batch, foretold = chosen.config, chosen.batch, chosen.foretold
         adapter = adapter.with_checkpointing(chosen.model.checkpoint_activations)
-    _hold_against_memory(given, config, adapter, batch, room)
+    if adapter.transformer is not None:  # else nobody can count what the run holds
+        with topology.agreed("plan the run"):
+            host = accelerator.is_host
+            planned = run_of(config, adapter.transformer, batch, topology, is_host=host)
+        room.check(planned)
     with topology.agreed("lay out the samples"):
         batches = reading.training(config, adapter.context, batch.global_batch)
         held_out = None
@@ -277,17 +281,6 @@ def _choose(
     text = topology.broadcast_text(text)
     chosen = taken_over(text, config, model, batch, topology.data.size) if text else None
     return chosen or choose_settings(config, model, batch, topology, given.accelerator)
-
-
-def _hold_against_memory(
-    given: Given, config: RunConfig, adapter: Adapter, batch: Batch, room: RoomCheck
-) -> None:
-    """Refuse a run that does not fit the machine, if it is one that can be counted. Collective."""
-    model, topology = adapter.transformer, given.topology
-    if model is not None:
-        with topology.agreed("plan the run"):
-            run = run_of(config, model, batch, topology, is_host=given.accelerator.is_host)
-        room.check(run)
 
 
 def _start_records(

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from operator import add, sub
 
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from hpczero.errors import TierError
+from hpczero.files.regular import Closing
 from hpczero.tier.lanes import Place, Record, Transfer
 
 
@@ -157,7 +158,7 @@ class Fetch(ABC):
         """
 
 
-class Tier(ABC):
+class Tier(Closing, ABC):
     """Where shards rest. One thread at a time calls it; what it returns may be waited for on any.
 
     Attributes:
@@ -285,12 +286,6 @@ class Tier(ABC):
             self._closed = True
             self._close()
             self._places.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     # --- what a medium writes
 

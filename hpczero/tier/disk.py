@@ -117,9 +117,8 @@ class DiskTier(StagedTier):
     @override
     def _write(self, source: Tensor, offset: int) -> None:
         self._move(os.pwritev, source, offset, "writing")
-        if (
-            not self._direct
-        ):  # what is not on the disk yet stays in memory, and nobody would hear of its errors
+        # What is not on the disk yet stays in memory, and nobody would hear of its errors.
+        if not self._direct:
             try:
                 os.fdatasync(self._fd)
             except OSError as error:

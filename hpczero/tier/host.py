@@ -221,9 +221,8 @@ class InPlaceTier(HostTier):
     def _at(self, offset: int, nbytes: int) -> Tensor:
         """(nbytes,) uint8 of one record; a record lies in one slab."""
         if not nbytes:
-            return torch.empty(
-                0, dtype=torch.uint8, device="cpu"
-            )  # it may lie where no slab begins
+            # It may lie where no slab begins.
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         slab = bisect_right(self._begins, offset) - 1
         begin = offset - self._begins[slab]
         return self._slabs[slab][begin : begin + nbytes]

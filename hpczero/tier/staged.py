@@ -111,12 +111,7 @@ class Staging:
     """A fixed count of equal blocks."""
 
     def __init__(
-        self,
-        count: int,
-        block_nbytes: int,
-        *,
-        alignment: int,
-        memory: Callable[[int, int], Tensor],
+        self, count: int, block_nbytes: int, *, alignment: int, memory: Callable[[int, int], Tensor]
     ) -> None:
         """Make all blocks, for ``block_nbytes`` bytes of parts each; the ends of their pages come on top.
 

@@ -310,8 +310,7 @@ def _refuse_changes(state: Sharding) -> NoReturn:
         "parameters were changed inside gathered(model) without a modifier_rank, so ranks may now "
         "differ; use gathered(model, modifier_rank=0) and change them on that rank"
     )
-    told_all(error, state.topology.data_sequence.comm)
-    raise error
+    raise told_all(error, state.topology.data_sequence.comm)
 
 
 def _check_apart(state: Sharding) -> None:

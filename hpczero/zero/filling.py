@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hpczero.comm import Collectives
 from hpczero.errors import PlanError
-from hpczero.job.group import unlike
+from hpczero.job.group import told_all, unlike
 from hpczero.job.messages import hand_out
 from hpczero.job.topology import Topology
 from hpczero.kernels.norm import sum_of_bits
@@ -51,7 +51,6 @@ class RangeInitializer(Protocol):
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Fill one whole parameter in place, fp32 on the CPU, given its name in the whole model."""
-        ...
 
     def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
         """Fill ``values`` with elements of one parameter.
@@ -64,7 +63,6 @@ class RangeInitializer(Protocol):
             start: the first element, counted in the whole parameter, flat.
             values: (n,) fp32 on the CPU, contiguous; n may be 0.
         """
-        ...
 
 
 @runtime_checkable
@@ -84,11 +82,9 @@ class KnownValues(RangeInitializer, Protocol):
         Raises:
             PlanError: there are no values of one of them.
         """
-        ...
 
     def fingerprint(self, name: str) -> int:
         """32 bits that stand for one parameter, equal on ranks that will give equal values of it."""
-        ...
 
 
 def bind(initialize: object, model: nn.Module, part: ModelPart | None) -> None:
@@ -354,8 +350,7 @@ class Filling:
             error = PlanError(
                 f"initialize gave different values for unit {name!r} on different ranks; {_DRAW}"
             )
-            error.agreed = same_part.is_job
-            raise error
+            raise told_all(error, same_part.comm)
 
     def _compare_samples(self, units: Sequence[Unit], drawing: Drawing) -> None:
         """Refuse ranks that would draw another model, before anything is drawn. Collective."""

@@ -352,10 +352,7 @@ class Schedule:
     ) -> Callable[..., None]:
         @unseen
         def hook(
-            module: nn.Module,
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-            output: Any = None,
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
         ) -> None:
             calls = self._running.get(module)
             if current_task() is not None or not calls:

@@ -105,9 +105,8 @@ class Sharding:
             Unit(
                 spec,
                 [parameters[slot.name] for slot in spec.layout.slots],
-                stage=plan.stage,
-                precision=plan.precision,
-                comm=collectives,
+                plan,
+                collectives,
                 reducer=reducer,
                 away=away.shards.get(spec.name),
             )
@@ -208,7 +207,7 @@ class Sharding:
 
     def train(self, unit: Unit, spec: UnitSpec) -> None:
         """``unit``, a frozen one, trains from now on and is as ``spec`` says; ``follow_units`` follows."""
-        unit.train(spec, self.precision, self._reducer)
+        unit.train(spec, self._reducer)
         self.schedule.train(unit)
         self._show_gradients(unit)
 

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import zip_longest
 
 from hpczero.errors import HpcZeroError
-from hpczero.job.group import spans
+from hpczero.job.log import spans
 from hpczero.job.mesh import Mesh
 
 MAIN = "main"

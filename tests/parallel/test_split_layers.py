@@ -110,9 +110,8 @@ def test_an_embedding_cut_by_its_vocabulary_is_the_plain_one(
     plain = nn.Embedding(11, 6, padding_idx=9, _weight=table.clone())
     tokens = torch.tensor([[0, 10, 9, 3, 3], [7, 9, 1, 10, 2]])
     placement = placed(sums, table, 0)
-    layer = VocabularyEmbedding(
-        own(table, placement), placement, sums, sequence=sequence, padding_idx=9
-    )
+    layer = VocabularyEmbedding(own(table, placement), None, placement, sums, sequence=sequence)
+    layer.padding_idx = 9
     weight = drawn(2, 5, 6, seed=2)
     wanted, found = plain(tokens), layer(tokens)
     (wanted * weight).sum().backward()
@@ -219,7 +218,8 @@ def test_gradients_of_gradients_forward_mode_and_torch_func_are_right_or_refused
 def test_joined_outputs_are_all_of_them_without_padding(comm: MPI.Intracomm, sums: Sums) -> None:
     weight, x = drawn(7, 3), drawn(2, 3, seed=2)
     placement = placed(sums, weight, 0)
-    layer = ColumnLinear(own(weight, placement), None, placement, sums, joined=True)
+    layer = ColumnLinear(own(weight, placement), None, placement, sums)
+    layer.joined = True
     found = layer(x)
     parallel_assert(comm, off(found, F.linear(x, weight)) < 1e-6)
     parallel_assert(comm, found.shape == (2, 7) and layer.out_features == 7)

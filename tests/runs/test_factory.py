@@ -6,7 +6,6 @@ import json
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hpczero.errors import ConfigError
+from hpczero.options.config import PlannedModel
 from hpczero.options.reading import read_run_config
 from hpczero.plan.__main__ import choose_config
 from hpczero.run.results.metrics import read_metrics
@@ -214,12 +214,8 @@ def build():
 
 
 def test_plan_says_that_it_builds_nothing() -> None:
-    options = SimpleNamespace(
-        **dict.fromkeys(("layers", "hidden", "heads", "vocab", "positions", "sequence")),
-        model="mine:build",
-    )
     with pytest.raises(ConfigError, match="got 'mine:build', because nothing is built here"):
-        choose_config(options)
+        choose_config(PlannedModel(model="mine:build"))
 
 
 @pytest.mark.parametrize(

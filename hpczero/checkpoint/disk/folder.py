@@ -21,7 +21,6 @@ from pathlib import Path
 from hpczero.checkpoint.disk import format as on_disk
 from hpczero.checkpoint.disk import lines
 from hpczero.checkpoint.disk.lines import REPLACED, TEMPORARY, asides, step_of
-from hpczero.checkpoint.disk.rawfile import opened
 from hpczero.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -31,7 +30,16 @@ from hpczero.errors import (
 )
 from hpczero.files import durable
 from hpczero.files.durable import sync, write_text
-from hpczero.files.regular import WHY, Explained, is_there, kind_of, read_text, reason, shown
+from hpczero.files.regular import (
+    WHY,
+    Explained,
+    is_there,
+    kind_of,
+    opened,
+    read_text,
+    reason,
+    shown,
+)
 
 SPARE_NBYTES = 64 * 2**20
 SHOWN = 10  # of a unit, at least: less of it is shown in a smaller one

@@ -69,13 +69,10 @@ def create(
 
 
 def _copy(image: int, path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        os.ftruncate(descriptor, os.fstat(image).st_size)
+    with path.open("xb", buffering=0) as file:
+        file.truncate(os.fstat(image).st_size)
         for start, stop in written_spans(image):
-            write_at(descriptor, start, read_at(image, start, stop - start))
-    finally:
-        os.close(descriptor)
+            write_at(file.fileno(), start, read_at(image, start, stop - start))
 
 
 def _allocate(file: h5py.File, dataset: Dataset) -> None:
@@ -112,18 +109,12 @@ def _write_table(group: h5py.Group, table: Table) -> None:
 
 def _reserve(path: Path) -> bool:
     """Have the file system give the blocks now, so that a full disk is an error here. Returns whether it could."""
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if fallocate is None:
-        return False
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        nbytes = os.fstat(descriptor).st_size
-        if not fallocate(descriptor, 0, 0, nbytes):
+    with path.open("r+b", buffering=0) as file:
+        if not fallocate(file.fileno(), 0, 0, path.stat().st_size):
             return True
-        code = ctypes.get_errno()
-        if code in (errno.ENOSPC, errno.EDQUOT):
-            raise OSError(code, os.strerror(code), str(path))
-        return False
-    finally:
-        os.close(descriptor)
+    code = ctypes.get_errno()
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        raise OSError(code, os.strerror(code), str(path))
+    return False

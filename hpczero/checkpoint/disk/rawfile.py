@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import xxhash
 
 from hpczero.checkpoint.disk.format import Dataset, Manifest, now
 from hpczero.files.direct import PAGE, read_at
-from hpczero.files.regular import open_regular
+from hpczero.files.regular import opened
 
 COPY_NBYTES = 2**22
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
@@ -48,8 +47,8 @@ def write_direct(descriptor: int, offset: int, data: Array) -> int:
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
     """Have the kernel begin to put these bytes on the disk, where it can, so that a later fsync waits less."""
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is not None and nbytes:
+    call = ctypes.CDLL(None).sync_file_range
+    if nbytes:
         call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
         call(descriptor, offset, nbytes, SYNC_FILE_RANGE_WRITE)  # a hint: errors show in fsync
 
@@ -78,13 +77,3 @@ def _gaps(nbytes: int, datasets: Sequence[Dataset]) -> Iterator[tuple[int, int]]
         yield begin, dataset.offset
         begin = dataset.offset + dataset.nbytes
     yield begin, nbytes
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read from a regular file. Raises OSError: as ``open_regular``."""
-    descriptor = open_regular(path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

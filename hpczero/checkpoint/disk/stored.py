@@ -21,7 +21,7 @@ from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.json_keys import extra_of, unmarked
 from hpczero.errors import CorruptCheckpoint
 from hpczero.files.direct import read_at
-from hpczero.files.regular import WHY, Explained, open_regular
+from hpczero.files.regular import WHY, Closing, Explained, open_regular
 
 ELEMENTS = "elements"
 STREAMS = {"torch", "numpy", "python"}  # and those of a device
@@ -168,7 +168,7 @@ def _buffers_nbytes(buffers: Sequence[Any]) -> int:
 Array = npt.NDArray[Any]
 
 
-class Stored:
+class Stored(Closing):
     """A checkpoint, open for reading. Use it as a context manager, or close it.
 
     Attributes:
@@ -228,9 +228,3 @@ class Stored:
     def close(self) -> None:
         """Close the checkpoint; nothing can be read any more."""
         os.close(self._descriptor)
-
-    def __enter__(self) -> Stored:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

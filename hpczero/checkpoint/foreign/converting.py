@@ -153,12 +153,10 @@ def _write(
         temporary = folder.begin(step)
         state = temporary / on_disk.STATE_FILE
         placed, _ = h5file.create(state, datasets, table, meta, step=step)
-        descriptor = os.open(state, os.O_RDWR)
-        try:
-            written = [_fill(descriptor, dataset, content[dataset.name]) for dataset in placed]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with state.open("r+b", buffering=0) as file:
+            raw = file.fileno()
+            written = [_fill(raw, dataset, content[dataset.name]) for dataset in placed]
+            os.fsync(raw)
         # Of no rank, so that none looks for its random streams.
         manifest = manifest_of(
             state, written, step=step, world_size=0, table=table, meta=dict(meta)

@@ -152,7 +152,7 @@ def of_newest(path: Path, candidates: Sequence[Path], use: Callable[[Stored], T]
 
 def _write(stored: Stored, out: Path, form: WeightsForm) -> Exported:
     names = _Names(stored, form)
-    entries = dict([*_parameters(stored, form, names), *_buffers(stored)])
+    entries = dict([*_parameters(stored, form, names), *buffers_of(stored)])
     nbytes = sum(entry.nbytes for entry in entries.values())
     text = f"{out}: cannot be written ({WHY}); check the path, space and permissions"
     with Explained(CheckpointNotWritten, text), Hidden(out) as hidden:
@@ -268,7 +268,7 @@ def _parameters(stored: Stored, form: WeightsForm, names: _Names) -> Iterator[Na
         yield name, TensorEntry(dtype, shape, pieces)
 
 
-def _buffers(stored: Stored) -> Iterator[Named]:
+def buffers_of(stored: Stored) -> Iterator[Named]:
     """Persistent buffers. One that modules share comes once; the checkpoint does not keep its further names."""
     begin = 0
     for name, dtype, shape in stored.manifest.meta["buffers"]:
@@ -342,7 +342,7 @@ def _write_torch(path: Path, entries: dict[str, TensorEntry], tied: dict[str, st
     """
     import torch  # not at the top: the other exports do without
 
-    state = {name: _tensor(entry, getattr(torch, entry.dtype)) for name, entry in entries.items()}
+    state = {name: whole_tensor(entry) for name, entry in entries.items()}
     state |= {alias: state[name] for alias, name in tied.items()}
     with path.open("xb") as file:
         torch.save(state, file)
@@ -350,9 +350,11 @@ def _write_torch(path: Path, entries: dict[str, TensorEntry], tied: dict[str, st
         os.fsync(file.fileno())
 
 
-def _tensor(entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
+def whole_tensor(entry: TensorEntry) -> torch.Tensor:
+    """All elements of ``entry``, on the host."""
     import torch
 
+    dtype = getattr(torch, entry.dtype)
     data = np.empty(entry.nbytes, dtype=np.uint8)
     begin = 0
     for piece in entry.pieces():

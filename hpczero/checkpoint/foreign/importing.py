@@ -59,10 +59,8 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
         _match(weights, inventory.table, kept)
         mine = weights.fingerprint()
     # Of one path: nodes may have folders of their own there.
-    first = topology.broadcast_text(mine)
-    with topology.agreed("compare the weights with those of rank 0"):
-        if mine != first:
-            raise CheckpointMismatch(f"{path}: other weights; bring the same ones to every node")
+    unlike = CheckpointMismatch(f"{path}: other weights; bring the same ones to every node")
+    topology.same(mine, "compare the weights with those of rank 0", unlike)
     with topology.agreed("read the weights"):
         weights.check(topology.rank, topology.size)
         # What rests on a tier is larger than memory: it is read once more when everything is known to be good.

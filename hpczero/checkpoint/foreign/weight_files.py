@@ -424,7 +424,7 @@ def cast(values: Tensor, dtype: torch.dtype, label: str) -> Tensor:
     if values.dtype.is_complex and not dtype.is_complex:
         raise CheckpointMismatch(f"{label} is {values.dtype}, which {dtype} cannot hold")
     found = values.to(dtype)
-    if plain and not may_overflow(values.dtype, dtype):
+    if plain and torch.finfo(values.dtype).max <= torch.finfo(dtype).max:
         return found
     for part, made in zip(_parts(values), _parts(found), strict=True):
         wrong = made.isinf() & part.isfinite() if plain else made.to(part.dtype) != part
@@ -442,11 +442,6 @@ def _parts(values: Tensor) -> Sequence[Tensor]:
         return [values]
     dim = values.shape.index(max(values.shape))
     return values.chunk(-(-values.numel() // CHECKED_NUMEL), dim)
-
-
-def may_overflow(source: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether a finite value of ``source`` may be infinite in ``dtype``."""
-    return torch.finfo(source).max > torch.finfo(dtype).max
 
 
 def smallest_box(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, int]:

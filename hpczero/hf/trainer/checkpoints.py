@@ -21,12 +21,7 @@ from transformers.trainer_utils import sort_checkpoints
 
 import hpczero
 from hpczero.checkpoint import Checkpoints, states
-from hpczero.checkpoint.disk.folder import (
-    CHECKPOINTS,
-    GIVE,
-    read_manifest,
-    what_is_there,
-)
+from hpczero.checkpoint.disk.folder import CHECKPOINTS, GIVE, read_manifest, what_is_there
 from hpczero.checkpoint.disk.format import step_folder
 from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.foreign.safe_file import INDEX_FILE, SINGLE

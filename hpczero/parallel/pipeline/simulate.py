@@ -171,10 +171,7 @@ class Simulation:
 
 
 def simulate(
-    lists: Sequence[Sequence[Action]],
-    *,
-    chunks: int = 1,
-    costs: Costs | None = None,
+    lists: Sequence[Sequence[Action]], *, chunks: int = 1, costs: Costs | None = None
 ) -> Simulation:
     """Run the lists.
 

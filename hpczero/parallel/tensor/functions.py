@@ -131,9 +131,8 @@ def own_masks(rank: int, device: torch.device) -> Iterator[None]:
 
     Not collective. Within another such context the numbers depend on both ranks.
     """
-    seed = int(
-        torch.randint(MOST_SEED, (), device="cpu")
-    )  # on the host: nothing waits for the device
+    # On the host: nothing waits for the device.
+    seed = int(torch.randint(MOST_SEED, (), device="cpu"))
     own = (seed + rank * 0x9E3779B97F4A7C15) % MOST_SEED
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(own)
@@ -196,13 +195,11 @@ def check_streams(sums: Sums, device: torch.device) -> None:
     found = sums.all_gather(torch.tensor([mine], dtype=torch.int64, device="cpu"), 0).tolist()
     if len(set(found)) > 1:
         odd = next(rank for rank, other in enumerate(found) if other != found[0])
-        error = StepError(
+        raise StepError(
             f"rank {odd} of the tensor parallel group has another random stream than rank 0, and the model drops: "
             "activations that are the same on all of these ranks would be dropped differently. Seed torch by the index "
             "in topology.data (torch.manual_seed), and draw equally often on all of them"
-        )
-        error.agreed = True
-        raise error
+        ).on_all_ranks()
 
 
 class _FunctionKind(NamedTuple):
@@ -247,9 +244,8 @@ class ParallelFunction(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
         """The adjoint, which can be differentiated itself."""
         adjoint = KINDS[ctx.kind].adjoint
-        if (
-            ctx.kind == "whole"
-        ):  # its own part of it is all that a rank uses: a loss of its own would not be seen
+        # Its own part of it is all that a rank uses: a loss of its own would not be seen.
+        if ctx.kind == "whole":
             compare("gradients of outputs that all ranks have", d, ctx.sums)
         return _moved(d, ctx.sums, adjoint, ctx.dims[::-1]), None, None, None
 

@@ -70,20 +70,7 @@ class ColumnLinear(PartLayer):
         joined: whether outputs are gathered, padding left out; for one strip.
     """
 
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        placement: Placement,
-        sums: Sums,
-        *,
-        sequence: bool = False,
-        entered: bool = False,
-        joined: bool = False,
-    ) -> None:
-        """As of ``PartLayer``."""
-        super().__init__(weight, bias, placement, sums, sequence=sequence)
-        self.entered, self.joined = entered, joined
+    entered = joined = False
 
     @property
     def in_features(self) -> int:
@@ -135,18 +122,7 @@ class VocabularyEmbedding(PartLayer):
         padding_idx: id whose row has no gradient, of the whole vocabulary; or None.
     """
 
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        placement: Placement,
-        sums: Sums,
-        *,
-        sequence: bool = False,
-        padding_idx: int | None = None,
-    ) -> None:
-        """As of ``PartLayer``."""
-        super().__init__(weight, None, placement, sums, sequence=sequence)
-        self.padding_idx = padding_idx
+    padding_idx: int | None = None
 
     @property
     def num_embeddings(self) -> int:

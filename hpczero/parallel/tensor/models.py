@@ -76,11 +76,7 @@ def _mean_loss(
 ) -> Tensor:
     """As ``models.gpt.mean_cross_entropy``: over all targets."""
     total = split_cross_entropy(
-        logits_BTV.flatten(0, 1),
-        targets_BT.flatten(),
-        sums,
-        words_of(placement),
-        reduction="sum",
+        logits_BTV.flatten(0, 1), targets_BT.flatten(), sums, words_of(placement), reduction="sum"
     )
     return total / targets_BT.numel()
 

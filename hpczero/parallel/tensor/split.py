@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hpczero.comm.sums import Sums, give_values, sums_over
 from hpczero.errors import ConfigError, PlanError
+from hpczero.job.group import told_all
 from hpczero.job.topology import Topology
 from hpczero.models.gpt import GPT, Attention
 from hpczero.parallel.tensor.functions import (
@@ -148,8 +149,7 @@ def _check_equal(model: nn.Module, topology: Topology, rule: Rule, *, sequence: 
             f"rank {odd} of {group.size} split a model with other parameters, buffers, devices, rule or sequence than "
             "rank 0; build the same model on every rank"
         )
-        error.agreed = group is topology.world
-        raise error
+        raise told_all(error, group.comm)
 
 
 def _give(model: nn.Module, topology: Topology) -> None:
@@ -219,13 +219,15 @@ def _replacement(
     sequence = sequence and not word.all_tokens
     weight, placement = cut(module.weight)
     if isinstance(module, nn.Embedding):
-        padding = module.padding_idx
-        return VocabularyEmbedding(weight, placement, sums, sequence=sequence, padding_idx=padding)
+        table = VocabularyEmbedding(weight, None, placement, sums, sequence=sequence)
+        table.padding_idx = module.padding_idx
+        return table
     bias = None if module.bias is None else cut(module.bias)[0]
     if word.dim == 1:
         return RowLinear(weight, bias, placement, sums, sequence=sequence)
-    joined = {"entered": word.entered, "joined": word.joined}
-    return ColumnLinear(weight, bias, placement, sums, sequence=sequence, **joined)
+    column = ColumnLinear(weight, bias, placement, sums, sequence=sequence)
+    column.entered, column.joined = word.entered, word.joined
+    return column
 
 
 def _swap(model: nn.Module, replaced: dict[int, nn.Module]) -> None:

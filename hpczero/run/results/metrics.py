@@ -21,6 +21,7 @@ from typing import Any
 from hpczero.errors import DataError
 from hpczero.files.durable import keep_as, sync, write_text
 from hpczero.files.regular import kind_of, read_bytes
+from hpczero.job.log import runs_of
 
 LIMIT_NBYTES = 2**36  # of a metrics file
 OPTIONAL = ("held_out_", "device_", "tier_", "activations_")  # fields that only some runs have
@@ -179,13 +180,7 @@ def read_records(path: Path) -> tuple[list[StepMetrics], str]:
 
 def spans(numbers: Iterable[int]) -> str:
     """The first few runs of rising numbers, as ``1-3, 7``."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number, number])
-    return shown_spans(found)
+    return shown_spans(runs_of(numbers))
 
 
 def shown_spans(found: Sequence[Sequence[int]]) -> str:

@@ -34,12 +34,7 @@ DAMAGE = (LookupError, TypeError, ValueError, ArithmeticError, MemoryError)
 
 
 def write_weights(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    *,
-    model: GPTConfig,
-    tokenizer: Tokenizer,
-    step: int,
+    path: Path, tensors: Mapping[str, Tensor], *, model: GPTConfig, tokenizer: Tokenizer, step: int
 ) -> None:
     """Write a weights file, which appears whole or not at all. Not collective: rank 0 calls it.
 

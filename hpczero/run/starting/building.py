@@ -340,11 +340,7 @@ def set_options(optimizer: AdamW, options: TrainOptions) -> None:
 
 
 def recompute_blocks(
-    config: RunConfig,
-    adapter: Adapter,
-    model: nn.Module,
-    accelerator: Accelerator,
-    room: RoomCheck,
+    config: RunConfig, adapter: Adapter, model: nn.Module, accelerator: Accelerator, room: RoomCheck
 ) -> Checkpointing | None:
     """Have the blocks of a zeroified model computed again in backward, as the options say. Collective.
 

@@ -55,11 +55,7 @@ class Chosen:
 
 
 def choose_settings(
-    config: RunConfig,
-    model: GPTConfig,
-    batch: Batch,
-    topology: Topology,
-    accelerator: Accelerator,
+    config: RunConfig, model: GPTConfig, batch: Batch, topology: Topology, accelerator: Accelerator
 ) -> Chosen:
     """Probe the machine with all ranks, and choose. Collective over world; equal on every rank.
 

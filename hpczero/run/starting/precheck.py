@@ -12,7 +12,6 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 from hpczero.checkpoint.disk.lock import is_claimed
 from hpczero.data import Batches, Corpus, TokenFile
@@ -41,20 +40,15 @@ from hpczero.run.starting.attempts import Attempts
 _WAIT = "importing torch, starting MPI"
 
 
-def tell_start(
-    command: str,
-    ranks: int | None,
-    *,
-    results: Path,
-    level: Literal["info", "debug"] = "info",
-) -> None:
+def tell_start(config: RunConfig, ranks: int | None) -> None:
     """Log one line of rank 0: what is being started, and what the wait is for. Not collective.
 
-    ``ranks`` is the number of ranks that a launcher says it has started; None without a launcher. ``level`` is that of
-    the log from here on.
+    ``ranks`` is the number of ranks that a launcher says it has started; None without a launcher. From here on the log
+    is as the options say.
     """
-    log.configure(rank=launcher_rank(), node_index=0, level=level)
-    log.info("%s, %d rank(s), results in %s; %s", _start_of(command), ranks or 1, results, _WAIT)
+    log.configure(rank=launcher_rank(), node_index=0, level=config.log.level)
+    start, where = _start_of("hpczero.train"), config.run.path
+    log.info("%s, %d rank(s), results in %s; %s", start, ranks or 1, where, _WAIT)
 
 
 def tell_start_aside(command: str) -> None:

@@ -242,12 +242,10 @@ class OwnReading:
 
     def training(self, config: RunConfig, context: int, global_batch: int) -> OwnBatches:
         """Rows of the training set."""
-        del context
         return OwnBatches(self.rows, global_batch, config.run.seed)
 
     def held_out(self, context: int, max_samples: int) -> OwnHeldOut | None:
         """Rows of the held-out set."""
-        del context
         return None if self.held_out_rows is None else OwnHeldOut(self.held_out_rows, max_samples)
 
     def loss_in_words(self, held_out_loss: float) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import WHY, Explained, is_there, kind_of, shown
 from hpczero.options.config import DEFAULT_RUN, ModelOptions, RunConfig
 from hpczero.options.reading import load_toml
+from hpczero.plan.degrees import divisors
 from hpczero.plan.sizing import Batch
 from hpczero.run.results.folder import RunFolder
 
@@ -150,7 +150,7 @@ def check_ranks(config: RunConfig, folder: RunFolder, ranks: int) -> None:
         now = Batch.resolve(config.train, ranks).global_batch
         if now == whole or config.run.name == DEFAULT_RUN:  # that one makes room for another batch
             return
-    fitting = [count for count in _divisors(whole) if _spreads(config, whole, count)]
+    fitting = [count for count in divisors(whole) if _spreads(config, whole, count)]
     if ranks in fitting:
         return
     near = sorted(sorted(fitting, key=lambda count: abs(count - ranks))[:MOST_RANKS])
@@ -178,11 +178,6 @@ def _global_batch_of(config: RunConfig, folder: RunFolder) -> int | None:
         return None
     other = config.train.global_batch not in (None, whole)
     return None if other and config.run.name == DEFAULT_RUN else whole
-
-
-def _divisors(whole: int) -> list[int]:
-    below = [count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0]
-    return sorted({*below, *(whole // count for count in below)})
 
 
 def _spreads(config: RunConfig, whole: int, ranks: int) -> bool:

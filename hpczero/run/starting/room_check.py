@@ -28,16 +28,12 @@ from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.peak import PlannedRun
 from hpczero.plan.plan import Stage
 from hpczero.plan.sizing import Batch
+from hpczero.planner.choice import nbytes as gb
 from hpczero.run.starting.precheck import activations_of, offload_of
 
 
 def run_of(
-    config: RunConfig,
-    model: GPTConfig,
-    batch: Batch,
-    topology: Topology,
-    *,
-    is_host: bool,
+    config: RunConfig, model: GPTConfig, batch: Batch, topology: Topology, *, is_host: bool
 ) -> PlannedRun:
     """What is about to be trained, as the plan counts it. Not collective.
 
@@ -218,10 +214,10 @@ class RoomCheck:
     def _warn(self, run: PlannedRun, bound: Bound) -> None:
         logger.warning(
             "memory is tight: this run may need up to %s %s, and %s leaves %s; `%s` says what fits",
-            _gb(bound.most(run)),
+            gb(bound.most(run)),
             _whose(bound),
             bound.room.name,
-            _gb(bound.free(strictly=True)),
+            gb(bound.free(strictly=True)),
             command_line(run, self._title, memory_nbytes=_for_each(bound)),
         )
 
@@ -236,8 +232,8 @@ class RoomCheck:
         first = "".join(f": {line}" for line in str(error).splitlines()[:1])
         explained = OutOfMemory(
             f"{type(error).__name__}{first}. Memory ran out: stage {run.stage} on {run.ranks} rank(s) needs up to "
-            f"{_gb(run.most)} per rank beside Python, torch and MPI, of which {_gb(run.memory.states)} are parameters, "
-            f"gradients and optimizer state, {_gb(run.activations)} activations; "
+            f"{gb(run.most)} per rank beside Python, torch and MPI, of which {gb(run.memory.states)} are parameters, "
+            f"gradients and optimizer state, {gb(run.activations)} activations; "
             f"`{command_line(run, self._title, memory_nbytes=self._for_each)}` says what fits"
         )
         explained.agreed = getattr(error, "agreed", False)
@@ -307,7 +303,7 @@ def refusal(
     by = "states" if states > run.activations else "activations"
     where = f"{run.ranks} rank{'s' * (run.ranks > 1)}"
     others = bound.room.nbytes - there
-    taken = f", {_gb(others)} of {_gb(bound.room.nbytes)} being others'" if others > 0 else ""
+    taken = f", {gb(others)} of {gb(bound.room.nbytes)} being others'" if others > 0 else ""
     options = (
         "model.preset, model.layers, model.hidden"
         if by == "states"
@@ -328,10 +324,10 @@ def refusal(
         remedy = f"; no stage, micro-batch or number of such nodes makes it fit; {choose}"
     return (
         f"{options}: {title} ({run.whole_numel:,} parameters) at stage {run.stage} on {where} with micro-batch "
-        f"{run.micro_batch} needs {_gb(needed)} {_whose(bound)}, which has {_gb(there)} ({bound.room.name}{taken})"
-        f"{remedy}. Most of it are {by}: each rank needs {_gb(run.memory.states)} for parameters, gradients and "
-        f"optimizer state, {_gb(run.memory.unsharded + run.memory.exchange + run.accumulated)} for buffers, "
-        f"{_gb(run.activations)} for activations. More: {command_line(run, title, memory_nbytes=_for_each(bound))}"
+        f"{run.micro_batch} needs {gb(needed)} {_whose(bound)}, which has {gb(there)} ({bound.room.name}{taken})"
+        f"{remedy}. Most of it are {by}: each rank needs {gb(run.memory.states)} for parameters, gradients and "
+        f"optimizer state, {gb(run.memory.unsharded + run.memory.exchange + run.accumulated)} for buffers, "
+        f"{gb(run.activations)} for activations. More: {command_line(run, title, memory_nbytes=_for_each(bound))}"
     )
 
 
@@ -398,7 +394,3 @@ def _for_each(bound: Bound) -> int:
     growth = bound.members * GROWTH[bound.room.kind]
     left = bound.free(strictly=True) - bound.own - growth
     return max(int(left / bound.members), 1)
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.0f} MB"

@@ -16,7 +16,7 @@ from typing_extensions import override
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import squares
-from hpczero.memory.buffers import DTYPES, Buffer, Memory
+from hpczero.memory.buffers import Buffer, Memory
 from hpczero.plan import Stage
 from hpczero.plan.layout import ShardLayout
 from hpczero.plan.offloaded import ITEM
@@ -263,11 +263,7 @@ def keeps_values(away: AwayShard | None) -> bool:
 
 
 def rest_of_values(
-    master: Tensor,
-    away: AwayShard | None,
-    whole: WholeParameters,
-    precision: Precision,
-    comm: Collectives,
+    master: Tensor, away: AwayShard | None, whole: WholeParameters, comm: Collectives
 ) -> UnitStorage:
     """Where ``master`` rests; it is emptied where that is not in memory."""
     if away is None or not keeps_values(away):
@@ -276,9 +272,8 @@ def rest_of_values(
     if whole.lasts and not away.mirrored:
         near = Near(whole.flat[whole.mine], away.store.ascent)
     elif away.near:
-        dtype = DTYPES[precision.param]
-        copy = comm.allocate(master.numel(), dtype, category="parameters").tensor
-        near = Near(copy, away.store.ascent)
+        copy = comm.allocate(master.numel(), whole.flat.dtype, category="parameters")
+        near = Near(copy.tensor, away.store.ascent)
     return AwayRest(master, away, memory=comm.memory, near=near)
 
 

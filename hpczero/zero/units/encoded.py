@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from typing_extensions import override
 
 from hpczero.comm.collectives import Collectives
 from hpczero.memory.buffers import Use, lasting
-from hpczero.plan import UnitSpec
+from hpczero.plan import Plan, UnitSpec
 from hpczero.zero.units.away_shard import UnitStorage, same_place
 from hpczero.zero.units.whole import UnitState, WholeParameters
 
@@ -136,12 +135,13 @@ class EncodedParameters(WholeParameters):
         self,
         spec: UnitSpec,
         parameters: Sequence[nn.Parameter],
-        *,
+        plan: Plan,
         comm: Collectives,
-        **how: Any,
+        *,
+        given_back: bool = False,
     ) -> None:
         """As of ``WholeParameters``; ``spec`` has a codec."""
-        super().__init__(spec, parameters, comm=comm, **how)
+        super().__init__(spec, parameters, plan, comm, given_back=given_back)
         assert spec.codec is not None, "chosen by it"
         self.codec = codec = spec.codec
         self._words = codec.words(spec.layout.shard_numel)

@@ -23,9 +23,8 @@ from hpczero.comm.calls import Work
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
 from hpczero.memory.buffers import DTYPES, Buffer, Use
-from hpczero.plan import Stage, UnitSpec
+from hpczero.plan import Plan, UnitSpec
 from hpczero.plan.layout import ShardLayout
-from hpczero.plan.precision import Precision
 from hpczero.zero.units.away_shard import GradientRest
 from hpczero.zero.units.guard import (
     own_gradient,
@@ -533,24 +532,23 @@ class UnitGradients:
         self,
         spec: UnitSpec,
         optimized: Shards,
-        *,
-        stage: Stage,
-        precision: Precision,
+        plan: Plan,
         comm: Collectives,
+        *,
         reducer: Reducer,
         rest: GradientRest,
     ) -> None:
-        """Not collective; memory is taken in the first backward."""
+        """Not collective; memory is taken in the first backward. ``plan`` says stage and precision."""
         self._spec, self._optimized = spec, optimized
-        self._stage, self._comm, self._reducer = stage, comm, reducer
-        layout = spec.layout
+        self._stage, self._comm, self._reducer = plan.stage, comm, reducer
+        layout, precision = spec.layout, plan.precision
         self.rest = rest
         in_place = reducer.in_place and not precision.has_masters  # else the mean has another dtype
         self._local = LocalGradient(
             layout,
             DTYPES[precision.param],
             comm=comm,
-            keep=stage.keeps_local_gradients and not in_place,
+            keep=plan.stage.keeps_local_gradients and not in_place,
             landing=self._land if in_place else None,
         )
         self.usage = Usage(len(layout.slots))

@@ -141,7 +141,6 @@ def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     Raises:
         StepError: zeroify was not given that optimizer.
     """
-    del args, kwargs
     if torch.compiler.is_compiling():
         return
     for group in optimizer.param_groups:
@@ -326,8 +325,7 @@ _descriptor: Any = torch.Tensor.grad
 # A change through .data tells autograd nothing. A detached view has the parameter's version counter, so that the next
 # step refuses such a change as it does any other; in memory that ranks share each of them would have made it.
 watched_data = property(
-    lambda parameter: parameter.detach(),
-    lambda parameter, value: set_own_data(parameter, value),
+    lambda parameter: parameter.detach(), lambda parameter, value: set_own_data(parameter, value)
 )
 
 

@@ -411,9 +411,8 @@ def _called(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     is_plain = name in _HARMLESS
     if name in ("__get__", "__set__"):
         attribute = getattr(func, "__self__", None)
-        is_plain = isinstance(
-            attribute, GetSetDescriptorType
-        )  # shape, data, grad: torch's own fields
+        # shape, data, grad: torch's own fields.
+        is_plain = isinstance(attribute, GetSetDescriptorType)
         name = name if is_plain else getattr(attribute, "__name__", "__cuda_array_interface__")
     elif name in ("__getitem__", "__setitem__"):
         is_plain = _takes_all(args[0], args[1], may_mask=name == "__setitem__")

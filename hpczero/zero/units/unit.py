@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.comm.collectives import Collectives
-from hpczero.memory.buffers import DTYPES, Buffer, lasting
-from hpczero.plan import Stage, UnitSpec
-from hpczero.plan.precision import Precision
+from hpczero.memory.buffers import Buffer, lasting
+from hpczero.plan import Plan, UnitSpec
 from hpczero.zero.units.away import keeps_values, new_master, rest_of_gradient, rest_of_values
 from hpczero.zero.units.away_shard import AwayShard, UnitStorage, same_place
 from hpczero.zero.units.encoded import EncodedParameters, EncodedRest
@@ -42,24 +41,21 @@ class Unit:
         self,
         spec: UnitSpec,
         parameters: Sequence[nn.Parameter],
-        *,
-        stage: Stage,
-        precision: Precision,
+        plan: Plan,
         comm: Collectives,
+        *,
         reducer: Reducer,
         away: AwayShard | None = None,
     ) -> None:
-        """Allocate the buffers. Collective on transports that share memory; ``comm.settle`` follows."""
-        self.spec, self._stage, self._comm, self.away = spec, stage, comm, away
+        """Allocate the buffers. Collective on transports that share memory; ``comm.settle`` follows.
+
+        ``plan`` says stage and precision.
+        """
+        self.spec, self._plan, self._comm, self.away = spec, plan, comm, away
+        self._stage = plan.stage
         kind = WholeParameters if spec.codec is None else EncodedParameters
-        self.whole = kind(
-            spec,
-            parameters,
-            stage=stage,
-            precision=precision,
-            comm=comm,
-            given_back=away is not None and not away.near,
-        )
+        given_back = away is not None and not away.near
+        self.whole = kind(spec, parameters, plan, comm, given_back=given_back)
         self.optimized = Shards(
             spec.layout, torch.empty(0, dtype=torch.float32, device="cpu"), start=0, pieces=range(0)
         )
@@ -68,18 +64,18 @@ class Unit:
         self._gradients: UnitGradients | None = None
         self._frozen: Buffer | None = None  # of a frozen unit: this rank's shard, if it lies apart
         if spec.trainable:
-            self._allocate_state(precision, reducer)
+            self._allocate_state(reducer)
         elif isinstance(self.whole, EncodedParameters):
             self.rest: UnitStorage = EncodedRest(self.whole, spec.layout.shard_numel)
         else:
-            if stage.shards_parameters and not self.whole.lasts:
-                dtype = DTYPES[precision.param]
-                self._frozen = comm.allocate(spec.layout.shard_numel, dtype, category="parameters")
+            if plan.stage.shards_parameters and not self.whole.lasts:
+                numel, dtype = spec.layout.shard_numel, self.whole.flat.dtype
+                self._frozen = comm.allocate(numel, dtype, category="parameters")
             self.rest = UnitStorage(
                 self.whole.flat[self._mine] if self._frozen is None else self._frozen.tensor
             )
 
-    def train(self, spec: UnitSpec, precision: Precision, reducer: Reducer) -> None:
+    def train(self, spec: UnitSpec, reducer: Reducer) -> None:
         """Of a frozen unit in memory: from now on it trains. Not collective, on all ranks alike.
 
         Masters are made from the values as they are: exact, in fp32. ``spec`` has the same layout.
@@ -90,17 +86,15 @@ class Unit:
         if self._comm.secondary is not None:
             self._comm.secondary.drop(whole.spec.name)
         whole.spec = spec
-        kept = frozen is not None and not precision.has_masters  # becomes the master
-        self._allocate_state(precision, reducer, master=values if kept else None)
+        kept = frozen is not None and not self._plan.precision.has_masters  # becomes the master
+        self._allocate_state(reducer, master=values if kept else None)
         self.rest.write(values)
         if frozen is not None and not kept:
             frozen.release()
         self._frozen = None
         self.optimized.note()
 
-    def _allocate_state(
-        self, precision: Precision, reducer: Reducer, master: Tensor | None = None
-    ) -> None:
+    def _allocate_state(self, reducer: Reducer, master: Tensor | None = None) -> None:
         """Masters, if there is no ``master`` yet, the optimizer's view of them, gradients."""
         layout, comm, stage = self.spec.layout, self._comm, self._stage
         owned = self._mine if stage.shards_optimizer else slice(0, layout.padded_numel)
@@ -110,20 +104,15 @@ class Unit:
         elif self.away is not None and keeps_values(self.away):
             master = lasting(numel, torch.float32, self.away.store.device)
         else:
-            master = new_master(numel, owned, self.whole, precision, comm)
+            master = new_master(numel, owned, self.whole, self._plan.precision, comm)
         # A replicated optimizer steps on the pieces of a sharded one: kernels round the tail of a tensor differently.
         index = comm.group.index
         pieces = range(index, index + 1) if stage.shards_optimizer else range(layout.num_shards)
         self.optimized = Shards(layout, master, start=owned.start, pieces=pieces)
-        self.rest = rest_of_values(master, self.away, self.whole, precision, comm)
+        self.rest = rest_of_values(master, self.away, self.whole, comm)
+        rest = rest_of_gradient(layout, self.away, stage, comm)
         self._gradients = UnitGradients(
-            self.spec,
-            self.optimized,
-            stage=stage,
-            precision=precision,
-            comm=comm,
-            reducer=reducer,
-            rest=rest_of_gradient(layout, self.away, stage, comm),
+            self.spec, self.optimized, self._plan, comm, reducer=reducer, rest=rest
         )
 
     @property

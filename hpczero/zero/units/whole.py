@@ -23,9 +23,8 @@ from hpczero.comm import Collectives, Work
 from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Buffer, Use
-from hpczero.plan import Stage, UnitSpec
+from hpczero.plan import Plan, UnitSpec
 from hpczero.plan.layout import Slot
-from hpczero.plan.precision import Precision
 from hpczero.zero.units.guard import (
     Guard,
     LateUpdate,
@@ -69,9 +68,8 @@ class ParameterWatch:
         self._buffer, self._rank = buffer, rank
         self.guards = [Guard(p, slot.name) for p, slot in zip(parameters, self._slots, strict=True)]
         self._versions: list[int] = []
-        self._places: list[
-            Any
-        ] = []  # memory and form of the buffer and of each, when last found right
+        # Memory and form of the buffer and of each, when last found right.
+        self._places: list[Any] = []
         self._own: Tensor | None = None  # see [Note: Shared memory]
         self._bits: Tensor | None = None  # of the values at ``note_bits``
 
@@ -333,20 +331,21 @@ class WholeParameters:
         self,
         spec: UnitSpec,
         parameters: Sequence[nn.Parameter],
-        *,
-        stage: Stage,
-        precision: Precision,
+        plan: Plan,
         comm: Collectives,
+        *,
         given_back: bool = False,
     ) -> None:
         """Allocate the buffer. Collective on transports that share memory.
 
-        ``given_back``: its memory is, while the parameters are sharded, on every transport. So it is with a codec.
+        ``plan`` says stage and precision. ``given_back``: its memory is, while the parameters are sharded, on every
+        transport. So it is with a codec.
         """
         self.parameters = list(parameters)
         self.state = UnitState.WHOLE
         self.spec = spec
         self._comm = comm
+        stage, precision = plan.stage, plan.precision
         self._sharded = stage.shards_parameters
         layout, index, coded = spec.layout, comm.group.index, spec.codec is not None
         self.mine = slice(index * layout.shard_numel, (index + 1) * layout.shard_numel)

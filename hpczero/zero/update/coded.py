@@ -37,11 +37,9 @@ class StateCodec(Protocol):
 
     def encode(self, values: Tensor, /) -> tuple[Tensor, Tensor]:
         """(numel,) fp32 in; (numel,) codes and (numel / block,) scales."""
-        ...
 
     def decode(self, codes: Tensor, scales: Tensor, /) -> Tensor:
         """The other way."""
-        ...
 
 
 class Coded:
@@ -137,7 +135,10 @@ class CodedUpdate(Update):
                     for piece, place in self._pieces(unit)
                 ]
                 mine = self._coded.get((unit, name))
-                if all(value is None or _is_of(value, mine) for _, _, value in found):
+                if all(
+                    value is None or (isinstance(value, CodedState) and value.of is mine)
+                    for _, _, value in found
+                ):
                     continue
                 flat = self._read(unit, name, anew=True)
                 for _, place, value in found:
@@ -204,7 +205,3 @@ class CodedUpdate(Update):
             for piece, place in here:
                 if name in self._state(piece):
                     self._note(piece, place, unit, name)
-
-
-def _is_of(value: Any, coded: Coded | None) -> bool:
-    return isinstance(value, CodedState) and value.of is coded

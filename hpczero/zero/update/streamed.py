@@ -35,14 +35,7 @@ from hpczero.errors import StepError, TierError
 from hpczero.tier import Fetch, InPlaceTier, Staged
 from hpczero.tier.host import InPlace, Opening
 from hpczero.zero.units.away import AwayGradient, AwayRest
-from hpczero.zero.units.away_shard import (
-    GRADIENT,
-    MIRROR,
-    VALUES,
-    AwayShard,
-    UnitStore,
-    floats,
-)
+from hpczero.zero.units.away_shard import GRADIENT, MIRROR, VALUES, AwayShard, UnitStore, floats
 from hpczero.zero.units.guard import have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import AwayState, adopt, is_elementwise, state_of

@@ -61,25 +61,20 @@ class Directions(Protocol):
 
     def dtype(self, group: Group, /) -> torch.dtype:
         """Of what is wanted and of directions."""
-        ...
 
     def advance(self, state: Tensor, gradient: Tensor, group: Group, /) -> None:
         """Change the state of some elements by their gradient."""
-        ...
 
     def wanted(self, state: Tensor, gradient: Tensor, group: Group, /) -> Tensor:
         """What a direction is made of, of some elements."""
-        ...
 
     def direction(self, wanted: Tensor, group: Group, /) -> Tensor:
         """In the shape of the parameter, which ``wanted`` has; it may be used up."""
-        ...
 
     def apply(
         self, values: Tensor, direction: Tensor, shape: Sequence[int], group: Group, /
     ) -> None:
         """Change the values of some elements of a parameter of this shape."""
-        ...
 
 
 class TorchsMuon:
