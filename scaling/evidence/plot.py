@@ -162,9 +162,9 @@ def lines_figure(
             xs = sorted(line.points)
             ys = [line.points[x] for x in xs]
             colour, marker = ("black", "") if line.reference else looks[line.of or line.label]
-            (drawn,) = axes.plot(xs, ys, color=colour, label=line.label, markersize=6)
-            drawn.set_linestyle(line.style if line.joined else "")
-            drawn.set_marker("" if line.of else marker)
+            style, marker = line.style if line.joined else "", "" if line.of else marker
+            (drawn,) = axes.plot(xs, ys, color=colour, linestyle=style, label=line.label)
+            drawn.set_marker(marker)
             drawn.set_markevery(-(-len(xs) // 10))
             shown.setdefault(line.label, drawn)
             for x_of, (low, high) in line.ends.items():
