@@ -6,6 +6,7 @@ same results.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
@@ -13,13 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import HpcZeroError, run
 from scaling.evidence import harness
-from scaling.evidence.plot import Bar, draw_bars
-from scaling.evidence.record import Row, head_of, run_row, where_and_when
+from scaling.evidence.plot import Bar, Panels, as_bars
+from scaling.evidence.record import Row, head_of, run_row
 from scaling.evidence.spread import Spread, by_round, paired, table_of, with_spread
 
 if TYPE_CHECKING:
@@ -79,19 +79,19 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         for mib in options.mib
         for verb in VERBS
     ]
-    for number in range(-options.warm_up, options.rounds):
-        for case in cases:
-            for backend in order.sample(BACKENDS, len(BACKENDS)):
-                case.refill()
-                spent = [0.0]
-                took = harness.seconds(topology, partial(case.run, groups[backend], spent))
-                cpu = sum(topology.gather(spent[0])) / topology.size
-                case.compare(backend)
-                if number >= 0:
-                    what = {**case.words(), "backend": backend, "round": number}
-                    yield {"kind": "call", **what, "seconds": took, "cpu_s": cpu}
-        if topology.is_root and number >= 0:
-            harness.say("bridge", f"round {number + 1} of {options.rounds} done")
+    calls = list(itertools.product(cases, BACKENDS))
+    for number, turn in harness.in_turns(
+        calls, options.rounds, order, warm_up=options.warm_up, program="bridge"
+    ):
+        for case, backend in turn:
+            case.refill()
+            spent = [0.0]
+            took = harness.seconds(topology, partial(case.run, groups[backend], spent))
+            cpu = sum(topology.gather(spent[0])) / topology.size
+            case.compare(backend)
+            if number >= 0:
+                what = {**case.words(), "backend": backend, "round": number}
+                yield {"kind": "call", **what, "seconds": took, "cpu_s": cpu}
     dist.destroy_process_group()
 
 
@@ -188,8 +188,9 @@ def text(rows: list[Row]) -> str:
     )
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Times of the largest calls as bars, to ``path`` (PNG)."""
+@as_bars
+def draw(rows: list[Row]) -> tuple[str, Panels]:
+    """Times of the largest calls as bars."""
     head, took = head_of(rows), _times(rows, "seconds")
     most = max(mib for (_, _, mib), _ in took)
     bars = {
@@ -199,7 +200,7 @@ def draw(rows: list[Row], path: Path) -> None:
         for call, _ in took
         if call[2] == most
     }
-    draw_bars(bars, path, title=f"{most} MiB, {head['placement']}\n{where_and_when(head)}")
+    return f"{most} MiB, {head['placement']}", bars
 
 
 REPORT = harness.Report("torch.distributed over MPI, beside gloo", text, draw)

@@ -10,7 +10,6 @@ import contextlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Literal
 
@@ -20,7 +19,7 @@ from scaling.contenders.ranks import Crew, TurnOptions, end_on_sigterm, turns, w
 from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.harness import Report, at_least, check_same_losses, options_of, record, say
 from scaling.evidence.host import BUSY_SHARE
-from scaling.evidence.plot import Bar, draw_bars
+from scaling.evidence.plot import Bar, Panels, as_bars
 from scaling.evidence.record import Row, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
 
@@ -232,8 +231,9 @@ def _heading(rows: list[Row]) -> str:
     )
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Own time over torch's as bars, to ``path`` (PNG)."""
+@as_bars
+def draw(rows: list[Row]) -> tuple[str, Panels]:
+    """Own time over torch's as bars."""
     head, times = head_of(rows), _times(rows)
     ratios = {
         row["match"]: paired(times.get(row["own"]), times.get(row["other"]))
@@ -241,9 +241,7 @@ def draw(rows: list[Row], path: Path) -> None:
     }
     bars = [Bar.of(name, ratio) for name, ratio in ratios.items() if ratio is not None]
     what = f"{head['description']}, {head['precision']}, {head['ranks']} ranks"
-    if bars:
-        panels = {"step time, hpczero / torch": bars}
-        draw_bars(panels, path, title=f"{what}\n{where_and_when(head)}")
+    return what, {"step time, hpczero / torch": bars}
 
 
 REPORT = Report("Tensor and pipeline parallelism, beside torch", text, draw)

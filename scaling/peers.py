@@ -23,8 +23,8 @@ from scaling.contenders.ranks import PEERS_PYTHON, Crew, TurnOptions, end_on_sig
 from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.harness import Report, at_least, check_same_losses, options_of, record, say
 from scaling.evidence.host import available_nbytes
-from scaling.evidence.plot import Bar, draw_bars
-from scaling.evidence.record import Row, head_of, of_kind, run_row, where_and_when
+from scaling.evidence.plot import Bar, Panels, as_bars
+from scaling.evidence.record import Row, head_of, of_kind, run_row
 from scaling.evidence.spread import Spread, paired, table_of, with_spread
 
 ANCHORS = (FLOOR, "hpczero-3", "ddp", "fsdp2")
@@ -198,12 +198,10 @@ def time_orders(entries: Sequence[Entry], options: Options, order: random.Random
     Of two equal contenders the second built is slower by up to 8 %: it gets worse pages of memory.
     """
     rounds, _ = options.timing
-    if not options.against:
-        yield from time_group(entries, options, order, range(rounds))
-        return
-    half = (rounds + 1) // 2
+    half = (rounds + 1) // 2 if options.against else rounds
     yield from time_group(entries, options, order, range(half))
-    yield from time_group(entries[::-1], options, order, range(half, rounds))
+    if options.against:
+        yield from time_group(entries[::-1], options, order, range(half, rounds))
 
 
 def time_group(
@@ -354,18 +352,20 @@ def _notes(rows: list[Row], lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Step times and memory as bars, to ``path`` (PNG)."""
+@as_bars
+def draw(rows: list[Row]) -> tuple[str, Panels]:
+    """Step times and memory as bars."""
     head, lines = head_of(rows), summarise(rows)
-    memory = [
-        Bar(line.title, line.peak_nbytes / MIB, below=line.baseline_nbytes / MIB) for line in lines
-    ]
+
+    def memory(line: Line) -> Bar:
+        before = {"before the model": line.baseline_nbytes / MIB}
+        return Bar(line.title, line.peak_nbytes / MIB, parts=before)
+
     panels = {
         "ms per step": [Bar.of(line.title, line.step_s, 1000) for line in lines],
-        "peak PSS per rank, MiB (dark: before the model)": memory,
+        "peak PSS per rank, MiB": [memory(line) for line in lines],
     }
-    title = f"{head['description']}, {head['ranks']} ranks\n{where_and_when(head)}"
-    draw_bars(panels, path, title=title)
+    return f"{head['description']}, {head['ranks']} ranks", panels
 
 
 REPORT = Report("A training step, beside FSDP2, DDP and DeepSpeed", text, draw)

@@ -61,12 +61,8 @@ LOOKED_AT = {
 }
 # Calls that name a file, by what a server has to do for them.
 OPENS = frozenset({"open", "openat", "openat2", "creat"})
-LOOKS = frozenset(
-    {
-        *("stat", "lstat", "newfstatat", "fstatat64", "statx", "access", "faccessat"),
-        *("faccessat2", "readlink", "readlinkat", "execve", "statfs", "getxattr"),
-    }
-)
+LOOKED = "stat lstat newfstatat fstatat64 statx access faccessat faccessat2 readlink readlinkat "
+LOOKS = frozenset(f"{LOOKED}execve statfs getxattr".split())
 # Of a line such as: 123 openat(AT_FDCWD, "/a/b", O_RDONLY) = -1 ENOENT (No such file or directory)
 _LINE = re.compile(r'^(?:\d+ +)?(\w+)\((?:\w+(?:<[^>]*>)?, )?"((?:[^"\\]|\\.)*)"')
 _MISSED = re.compile(r" = -1 E\w+")
@@ -248,9 +244,8 @@ def timed(case: Case, tree: Path, place: Path, name: str) -> Row:
         assert process.stdout is not None, "asked for"
         for line in process.stdout:
             now = time.monotonic() - began
-            when.setdefault("first_s", now)
             errors += line.startswith("[rank ")
-            for mark, key in (("[rank ", "told_s"), ("topology: ", "header_s")):
+            for mark, key in (("", "first_s"), ("[rank ", "told_s"), ("topology: ", "header_s")):
                 if line.startswith(mark):
                     when.setdefault(key, now)
             said += line
@@ -293,10 +288,8 @@ class Calls:
         if later is not None:
             self.missed += later[1] in OPENS | LOOKS and bool(_MISSED.search(line))
         found = _LINE.match(line)
-        if found is None or found[1] not in OPENS | LOOKS:
-            return
-        if not found[2]:  # of a file that is open already
-            return
+        if found is None or found[1] not in OPENS | LOOKS or not found[2]:
+            return  # no name: of a file that is open already
         self.opened += found[1] in OPENS
         self.looked += found[1] in LOOKS
         self.missed += bool(_MISSED.search(line))

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpczero.errors import ConfigError, HpcZeroError, run
 from scaling.contenders.workload import WORKLOADS
 from scaling.evidence import harness
-from scaling.evidence.plot import Bar, draw_bars
-from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
+from scaling.evidence.plot import Bar, Panels, as_bars
+from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row
 from scaling.evidence.spread import Spread, by_round, paired, table_of, with_spread
 
 if TYPE_CHECKING:
@@ -79,9 +78,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     yield run_row(
         options,
         "link stage rounds",
-        ranks=topology.size,
-        placement=harness.placement(topology),
-        emulated=bool(options.emulated),
+        **harness.nodes_of(topology, options),
         workload=workload.name,
         description=workload.describe(),
     )
@@ -99,7 +96,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         options.rounds,
         random.Random(options.seed),
         warm_up=options.warm_up,
-        program="transports" if topology.is_root else "",
+        program="transports",
     )
     for number, turn in turns:
         samples = batch(workload, step=number + options.warm_up, rank=topology.rank)
@@ -152,13 +149,13 @@ def text(rows: list[Row]) -> str:
     return "\n".join([title, "", shown, *(f"- {name}: {of}" for name, of in described.items())])
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Step times as bars, to ``path`` (PNG)."""
+@as_bars
+def draw(rows: list[Row]) -> tuple[str, Panels]:
+    """Step times as bars."""
     head = head_of(rows)
     bars = [Bar.of(name, values.values(), 1e3) for name, values in _times(rows).items()]
     label = ", emulated" if head["emulated"] else ""
-    title = f"{head['description']}, {head['placement']}{label}\n{where_and_when(head)}"
-    draw_bars({"ms per step": bars}, path, title=title)
+    return f"{head['description']}, {head['placement']}{label}", {"ms per step": bars}
 
 
 REPORT = harness.Report("Transports between the ranks", text, draw)

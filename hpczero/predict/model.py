@@ -285,17 +285,16 @@ class Prediction:
         return self.tflops * 1e12 / self.job.machine.peak_of(self.job.precision)
 
 
-def predict(job: Job, *, network: type[Network] = Network) -> Prediction:
+def predict(job: Job) -> Prediction:
     """Predict one step of ``job``.
 
     Args:
         job: what is trained, on which machine.
-        network: how its collectives are charged.
 
     Raises:
         ConfigError: the machine has no peak for the precision, or no rates of a tier that is used.
     """
-    stages = [StageTime(replace(job, place=place), network) for place in job.kinds]
+    stages = [StageTime(replace(job, place=place)) for place in job.kinds]
     counts = list(job.kinds.values())
     slowest = max(stages, key=lambda stage: stage.turn_s)
     everybody = sum(n * stage.turn_s for n, stage in zip(counts, stages, strict=True))
@@ -329,9 +328,8 @@ def predict(job: Job, *, network: type[Network] = Network) -> Prediction:
 class StageTime:
     """Seconds of one stage, of one micro-batch where not said otherwise."""
 
-    def __init__(self, job: Job, network: type[Network]) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
-        self._network = network
         self._part = job.part(job.place)
 
     @cached_property
@@ -397,7 +395,7 @@ class StageTime:
         again = self._block[0] if self.job.checkpointing else 0.0
         forward, backward = self._block[0] + sums, self._block[1] + again + 2 * sums
         head = head_s(self.job, True) if self._part.last else 0.0
-        return self._network(self.job).exchanged(forward, backward, head)
+        return Network(self.job).exchanged(forward, backward, head)
 
     @cached_property
     def replicas(self) -> Cost:

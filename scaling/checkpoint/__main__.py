@@ -29,8 +29,8 @@ from scaling.contenders import find_entry
 from scaling.contenders.ranks import Crew, end_on_sigterm
 from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.harness import Common, Report, at_least, in_turns, options_of, record, say
-from scaling.evidence.plot import Bar, draw_bars
-from scaling.evidence.record import HOME, Row, head_of, of_kind, run_row, where_and_when
+from scaling.evidence.plot import Bar, Panels, as_bars
+from scaling.evidence.record import HOME, Row, head_of, of_kind, run_row
 from scaling.evidence.spread import Spread, by_round, paired, table, table_of, with_spread
 
 BYTES_PER_PARAMETER = 12  # fp32 master and both moments of Adam
@@ -353,8 +353,9 @@ def goals(rows: list[Row]) -> list[str]:
     return [f"{said}: {'met' if met else 'missed'}" for said, met in lines]
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Rates as bars, to ``path`` (PNG)."""
+@as_bars
+def draw(rows: list[Row]) -> tuple[str, Panels]:
+    """Rates as bars."""
     head = head_of(rows)
     panels = {
         f"{what}, MB/s": [
@@ -363,8 +364,7 @@ def draw(rows: list[Row], path: Path) -> None:
         ]
         for what in ("save", "load")
     }
-    title = f"{head['description']}, {head['ranks']} ranks\n{where_and_when(head)}"
-    draw_bars(panels, path, title=title)
+    return f"{head['description']}, {head['ranks']} ranks", panels
 
 
 def _slowest(ranks: Sequence[Sequence[float]]) -> list[float]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, run
 from scaling.evidence import harness
-from scaling.evidence.plot import Line, draw_lines
+from scaling.evidence.plot import Line, lines_figure
 from scaling.evidence.record import Row, emulated, head_of, mpi_library, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
 
@@ -78,10 +78,8 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         options,
         "nic_gbit rounds seed",
         mpi=mpi_library(),
-        ranks=topology.size,
         nodes=topology.num_nodes,
-        placement=harness.placement(topology),
-        emulated=bool(options.emulated),
+        **harness.nodes_of(topology, options),
         selection={"description": selection.describe(), **selection.as_json()},
     )
     order = random.Random(options.seed)
@@ -99,8 +97,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
                         "round": number,
                         "seconds": harness.seconds(topology, mover.call),
                     }
-        if topology.is_root:
-            harness.say("collectives", f"shards of {size:,} bytes done")
+        harness.say("collectives", f"shards of {size:,} bytes done")
 
 
 @dataclass(frozen=True)
@@ -237,7 +234,7 @@ def draw(rows: list[Row], path: Path) -> None:
             lines.setdefault("bound", {})[group.shard_nbytes] = group.bound_s * 1e3
     head = head_of(rows)
     label = ", emulated" if head["emulated"] else ""
-    draw_lines(
+    figure = lines_figure(
         {
             axis: [
                 Line(name, dict(values), styles.get(name[:4], ":"), reference=name == "bound")
@@ -245,12 +242,12 @@ def draw(rows: list[Row], path: Path) -> None:
             ]
             for axis, lines in panels.items()
         },
-        path,
         title=f"{head['placement']}{label}, {head['mpi']}\n{where_and_when(head)}",
         x="one rank's shard",
         show_x=lambda nbytes: _size(round(nbytes)),
         y="ms, median",
     )
+    figure.savefig(path)
 
 
 def _size(nbytes: int) -> str:

@@ -37,11 +37,12 @@ class Contender(base.Contender):
         transport: str,
         *,
         overlap: bool = True,
+        offload: Offload | None = None,
         disk: int = 0,
         compiled: int = 0,
     ) -> None:
         self.stage, self.transport, self.overlap = stage, transport, overlap
-        self._compiled = bool(compiled)
+        self._offload, self._compiled = offload, bool(compiled)
         if disk:
             self._offload = Offload("disk", "disk", "disk", scratch(), WINDOW_NBYTES, BUFFERS)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import tyro
 
-from hpczero.errors import ConfigError, HpcZeroError
+from hpczero.errors import ConfigError, HpcZeroError, launcher_rank
 from hpczero.options.reading import parse_command_line
 from scaling.evidence.record import Recorder, Row, path_of
 
@@ -106,9 +106,10 @@ def one_of(options: object, **known: Collection[object]) -> None:
 
 
 def say(program: str, line: str) -> None:
-    """Progress, on stderr, so that stdout is the table alone."""
-    sys.stderr.write(f"{program}: {line}\n")
-    sys.stderr.flush()
+    """Progress, by rank 0 alone, on stderr, so that stdout is the table alone."""
+    if launcher_rank() == 0:
+        sys.stderr.write(f"{program}: {line}\n")
+        sys.stderr.flush()
 
 
 def in_turns(
@@ -150,6 +151,12 @@ def placement(topology: Topology) -> str:
     if all(ranks == tuple(range(ranks[0], topology.size, len(nodes))) for ranks in nodes):
         return f"{shape}-cyclic"
     return f"{shape}-mixed"
+
+
+def nodes_of(topology: Topology, options: OnNodes) -> Row:
+    """For the first row of a record: the ranks, how they lie on nodes, and whether these are emulated."""
+    emulated = bool(options.emulated)
+    return {"ranks": topology.size, "placement": placement(topology), "emulated": emulated}
 
 
 def on_ranks(

@@ -30,7 +30,7 @@ import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.errors import HpcZeroError, abort_job
 from hpczero.models import GPT
-from hpczero.models.config import GPTConfig, flops_per_token
+from hpczero.models.config import GPTConfig
 from scaling.evidence.record import LEFT, Row
 
 if TYPE_CHECKING:
@@ -318,13 +318,3 @@ def train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
-
-
-def tokens_per_s(config: GPTConfig, sequences: int, step_s: float) -> float:
-    """Of one rank."""
-    return sequences * config.context / step_s
-
-
-def tflops(config: GPTConfig, sequences: int, step_s: float) -> float:
-    """Model FLOPs of one rank and second, in 1e12: 6 N + 12 L C T for each token."""
-    return tokens_per_s(config, sequences, step_s) * flops_per_token(config) / 1e12

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.errors import CommError, HpcZeroError
 from hpczero.models import GPT, GPTConfig
-from hpczero.models.config import parameter_count
+from hpczero.models.config import flops_per_token, parameter_count
 from scaling.evidence.record import Row
 from scaling.gpu.bench import (
     Bench,
@@ -32,9 +32,7 @@ from scaling.gpu.bench import (
     compile_blocks,
     forget,
     sharded,
-    tflops,
     tokens,
-    tokens_per_s,
     train,
 )
 
@@ -253,11 +251,12 @@ def _measured(bench: Bench, config: GPTConfig, sequences: int, step: Step) -> Ro
         step()
     bench.accelerator.finish()
     ahead_s = (time.perf_counter() - start) / TIMED
+    tokens_per_s = sequences * config.context / ahead_s
     return {
         "step_ms": statistics.median(took) * 1e3,
         "step_ms_ahead": ahead_s * 1e3,
-        "tokens_per_s": tokens_per_s(config, sequences, ahead_s),
-        "tflops": tflops(config, sequences, ahead_s),
+        "tokens_per_s": tokens_per_s,
+        "tflops": tokens_per_s * flops_per_token(config) / 1e12,  # 6 N + 12 L C T for each token
         "peak_nbytes": bench.accelerator.usage().get("allocated_peak", 0),
         "all_ms": [1e3 * s for s in took],
     }

@@ -20,44 +20,29 @@ from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, run
 from scaling.evidence import harness
-from scaling.evidence.plot import Bar, draw_bars
+from scaling.evidence.plot import Bar, Panels, as_bars
 from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
-from scaling.layouts.cases import Sizes, cases_on, on_links
+from scaling.layouts.cases import TurnsOfLayouts, cases_on, on_links
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
     from scaling.layouts.training import Training
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-NEAR = 0.2  # how near idle time should be to what a simulation says
 
 
 @dataclass(frozen=True)
-class Options(Sizes, harness.OnNodes):
+class Options(TurnsOfLayouts):
     """What to measure.
 
     Attributes:
-        only: numbers of the layouts, from 0; left out, all.
-        rounds: measured turns of each layout; from 6 on there is a 95 % interval of the median.
-        steps: of a turn.
-        warm_up: steps of each layout before the first round, in which losses are compared too.
         rate_mbit: what a node's link carries; then bytes are counted on its interface eth0. 0: not known.
         algorithms: between nodes, as in --parallel.algorithms.
     """
 
-    only: tuple[int, ...] = ()
-    rounds: int = 7
-    steps: int = 2
-    warm_up: int = 2
     rate_mbit: float = 0.0
     algorithms: str = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        harness.at_least(self, rounds=1, steps=1, warm_up=1)
-        if not 0 <= self.rate_mbit < 1e9:
-            raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected 0 or above")
 
 
 def main() -> int:
@@ -98,9 +83,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     yield run_row(
         options,
         "rate_mbit rounds steps",
-        ranks=topology.size,
-        placement=harness.placement(topology),
-        emulated=bool(options.emulated),
+        **harness.nodes_of(topology, options),
         tolerance=harness.LOSS_TOLERANCE,
         description=options.describe(),
     )
@@ -130,9 +113,8 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
             "planned_nbytes": [sum(sent[rank] for rank in ranks) for ranks in nodes],
         }
     _check(losses)
-    program = "layouts" if topology.is_root else ""
     order = random.Random(options.seed)
-    for number, turn in harness.in_turns([*trainings], options.rounds, order, program=program):
+    for number, turn in harness.in_turns([*trainings], options.rounds, order, program="layouts"):
         for name in turn:
             training = trainings[name]
             before, waited = _sent(topology, options), training.passes.waited_s
@@ -209,12 +191,7 @@ def text(rows: list[Row]) -> str:
         f"rounds of {head['steps']} step(s) of each layout, in turn; fp32, fused AdamW, clipped; losses equal within "
         f"{head['tolerance']:g}. {where_and_when(head)}"
     )
-    parts = [title, ""]
-    if found:
-        parts += [_layouts_table(rows, found), *_order(rows, found)]
-    if any(of_kind(rows, "idle")):
-        parts += ["", _idle_table(rows)]
-    return "\n".join(parts)
+    return "\n".join([title, "", _layouts_table(rows, found), *_order(rows, found)])
 
 
 def _layouts_table(rows: list[Row], found: dict[str, dict[int, float]]) -> str:
@@ -270,62 +247,17 @@ def _order(rows: list[Row], found: dict[str, dict[int, float]]) -> list[str]:
     return [table(["place", "foretold", "seen"], cells), said]
 
 
-def _idle_table(rows: list[Row]) -> str:
-    """Idle over busy time; (all of the stages, the first one by its waits for messages alone)."""
-    first = next(of_kind(rows, "idle"))
-    header = ["pipeline", "idle / busy", "first stage, waits for messages / busy", "simulated"]
-    header += ["(p - 1) / (v m)", "seen / simulated"]
-    cells, near = [], 0
-    names = sorted({row["pipeline"] for row in of_kind(rows, "idle")})
-    for name in names:
-        mine = [row for row in of_kind(rows, "idle") if row["pipeline"] == name]
-        ratios = [_idle_over_busy(row) for row in mine]
-        waits = [_first_waits(row) for row in mine]
-        simulated = mine[0]["simulated"]
-        seen = Spread.of(ratios)
-        near += abs(seen.median / simulated - 1) <= NEAR if simulated else True
-        cells.append(
-            [
-                name,
-                with_spread(seen, 3),
-                with_spread(Spread.of(waits), 3),
-                f"{simulated:.3f}",
-                f"{mine[0]['formula']:.3f}",
-                f"{seen.median / simulated:.2f}" if simulated else "–",
-            ]
-        )
-    said = (
-        f"Idle time of a pipeline of {first['stages']} stages whose blocks sleep ({first['nap_s'] * 1e3:g} ms forward, "
-        "twice as long backward), so that ranks do not compete for cores: "
-        f"{near} of {len(names)} within {NEAR:.0%} of the simulation."
-    )
-    return "\n".join([said, "", table(header, cells)])
-
-
-def _idle_over_busy(row: Row) -> float:
-    """Of all ranks together."""
-    return sum(rank["idle"] for rank in row["ranks"]) / sum(rank["busy"] for rank in row["ranks"])
-
-
-def _first_waits(row: Row) -> float:
-    """Of the first stage, which ends the step: all its idle time are waits for messages."""
-    first = [rank for rank in row["ranks"] if rank["stage"] == 0]
-    return sum(rank["waited"] for rank in first) / sum(rank["busy"] for rank in first)
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Seconds seen and foretold as bars; to ``path`` (PNG)."""
+@as_bars
+def draw(rows: list[Row]) -> tuple[str, Panels]:
+    """Seconds seen and foretold as bars."""
     head, found = head_of(rows), _times(rows)
     foretold = {row["layout"]: row["foretold_s"] for row in of_kind(rows, "layout")}
-    if not found:
-        return
     panels = {
         "s per step": [Bar.of(name, values.values()) for name, values in found.items()],
         "foretold, s": [Bar(name, foretold[name]) for name in found],
     }
     label = ", emulated" if head["emulated"] else ""
-    title = f"{head['description']}, {head['placement']}{label}\n{where_and_when(head)}"
-    draw_bars(panels, path, title=title)
+    return f"{head['description']}, {head['placement']}{label}", panels
 
 
 REPORT = harness.Report("Layouts of tensor, pipeline and data parallelism", text, draw)

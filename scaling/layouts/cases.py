@@ -16,7 +16,7 @@ from hpczero.plan.spread import Spread
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, MeasuredKernels
 from hpczero.predict.model import Prediction, predict
-from scaling.evidence.harness import at_least
+from scaling.evidence.harness import OnNodes, at_least
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,31 @@ class Sizes:
             f"GPT {self.layers} x {self.hidden} ({parameter_count(self.model) / 1e6:.1f} M parameters), "
             f"{self.global_batch} x {self.context} tokens a step"
         )
+
+
+@dataclass(frozen=True)
+class TurnsOfLayouts(Sizes, OnNodes):
+    """Options of measurements whose layouts take turns.
+
+    Attributes:
+        only: numbers of the layouts, from 0; left out, all.
+        rounds: measured turns of each layout; from 6 on there is a 95 % interval of the median.
+        steps: of a turn.
+        warm_up: steps of each layout before the first round.
+        rate_mbit: what a node's link carries.
+    """
+
+    only: tuple[int, ...] = ()
+    rounds: int = 7
+    steps: int = 2
+    warm_up: int = 2
+    rate_mbit: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, rounds=1, steps=1, warm_up=1)
+        if not 0 <= self.rate_mbit < 1e9:
+            raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected 0 or above")
 
 
 @dataclass(frozen=True)

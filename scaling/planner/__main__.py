@@ -21,7 +21,7 @@ from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import Choice, Foretold, away, kind_of, recomputed
 from scaling.contenders.workload import scratch
 from scaling.evidence.harness import Common, Report, at_least, on_ranks, options_of, say, seconds
-from scaling.evidence.plot import Bar, draw_bars
+from scaling.evidence.plot import Bar, Panels, as_bars
 from scaling.evidence.record import Row, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import table_of
 
@@ -74,8 +74,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     for number in options.only or range(len(SETTINGS)):
         setting = SETTINGS[number]
         yield from _one(topology, setting, folder, options, order)
-        if topology.is_root:
-            say("planner", f"{setting.name} done")
+        say("planner", f"{setting.name} done")
 
 
 def _one(
@@ -263,16 +262,15 @@ def text(rows: list[Row]) -> str:
     return "\n".join([title, "", shown, "", summary(rows)])
 
 
-def draw(rows: list[Row], path: Path) -> None:
+@as_bars
+def draw(rows: list[Row]) -> tuple[str, Panels]:
     """Choice over fastest, and foretold over seen."""
     found = verdicts(rows)
     panels = {
         "choice / fastest": [Bar(one.setting, one.slower) for one in found],
         "foretold / seen": [Bar(one.setting, one.foretold) for one in found],
     }
-    head = head_of(rows)
-    title = f"the planner, {head['ranks']} rank(s)\n{where_and_when(head)}"
-    draw_bars(panels, path, title=title)
+    return f"the planner, {head_of(rows)['ranks']} rank(s)", panels
 
 
 REPORT = Report("Settings that were predicted to be fastest, tried", text, draw)

@@ -29,7 +29,7 @@ from hpczero.predict.model import Prediction, predict
 from scaling.contenders.ranks import end_on_sigterm
 from scaling.contenders.workload import find_model
 from scaling.evidence.harness import at_least, options_of, record
-from scaling.evidence.plot import Line, draw_lines
+from scaling.evidence.plot import Line, lines_figure
 from scaling.evidence.record import cores
 from scaling.evidence.spread import table_of
 
@@ -94,7 +94,8 @@ class Options:
 
 
 Forecast = tuple[Prediction, int, bool]  # largest micro-batch, whether it needs checkpointing
-PARTS = ("step", "forward", "backward", "communication", "hidden", "host")
+SETTINGS = ("ranks", "stage", "precision", "micro_batch", "accumulation", "checkpointing")
+PARTS = ("step", "forward", "backward", "communication", "hidden", "host", "update")
 MOST_SEQUENCES = 64  # where the batch is not given: more changes little, and no run would take it
 
 
@@ -309,14 +310,14 @@ def draw_forecast(found: Sequence[Forecast], path: Path, *, title: str) -> None:
         "of one rank": [Line("predicted", {float(n): p.tflops for n, p in ranks.items()})],
         "of all ranks": [Line("predicted", whole), Line("ideal", ideal, ":", reference=True)],
     }
-    draw_lines(
+    figure = lines_figure(
         panels,
-        path,
         title=f"PREDICTION, nothing was run. {title}\n{by_what()}",
         x="ranks",
         y="model TFLOP/s",
         from_zero=["of one rank"],
     )
+    figure.savefig(path)
 
 
 def as_json(prediction: Prediction, most: int, checkpointed: bool) -> dict[str, Any]:  # Any: JSON
@@ -324,19 +325,11 @@ def as_json(prediction: Prediction, most: int, checkpointed: bool) -> dict[str, 
     job = prediction.job
     return {
         "machine": job.machine.name,
-        "ranks": job.ranks,
-        "stage": job.stage,
-        "precision": job.precision,
-        "micro_batch": job.micro_batch,
-        "accumulation": job.accumulation,
-        "checkpointing": job.checkpointing,
+        **{name: getattr(job, name) for name in SETTINGS},
         "largest_micro_batch": most,
         "largest_needs_checkpointing": checkpointed,
         **{f"{part}_s": getattr(prediction, f"{part}_s") for part in PARTS},
-        "messages": prediction.messages,
-        "launches": prediction.launches,
-        "update_s": prediction.update_s,
-        "tokens_per_s": prediction.tokens_per_s,
+        **{name: getattr(prediction, name) for name in ("messages", "launches", "tokens_per_s")},
         "tflops_per_rank": prediction.tflops,
         "mfu": prediction.mfu,
         "needed_nbytes": needed_nbytes(job),

@@ -10,7 +10,6 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from hpczero.predict.machine import MeasuredKernels
 from scaling.contenders import find_entry
@@ -18,8 +17,8 @@ from scaling.contenders.ranks import Crew
 from scaling.contenders.workload import WORKLOADS
 from scaling.evidence.harness import Report, in_turns, say
 from scaling.evidence.host import BUSY_SHARE, machine_seconds, process_seconds
-from scaling.evidence.plot import Bar, draw_bars
-from scaling.evidence.record import Row, circumstances, cores, head_of, of_kind, where_and_when
+from scaling.evidence.plot import Bar, Panels, as_bars
+from scaling.evidence.record import Row, circumstances, cores, head_of, of_kind
 from scaling.evidence.spread import Spread, table_of, with_spread
 from scaling.predict.host import predict_on_host
 
@@ -160,15 +159,15 @@ def text(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Ratios as bars, to ``path`` (PNG)."""
+def _bars(rows: list[Row]) -> tuple[str, Panels]:
+    """Ratios as bars."""
     bars = [
         Bar.of(f"{workload}, {ranks} rank(s), stage {stage}", ratio(turns))
         for (workload, ranks, stage), turns in points(rows).items()
     ]
-    title = f"prediction against measurement\n{where_and_when(head_of(rows))}"
     axis = "predicted / measured step time (band: within 20 %)"
-    draw_bars({axis: bars}, path, title=title, wanted=(0.8, 1.0, 1.2))
+    return "prediction against measurement", {axis: bars}
 
 
+draw = as_bars(_bars, wanted=(0.8, 1.0, 1.2))
 REPORT = Report("Steps of published runs, predicted", text, draw)

@@ -27,7 +27,7 @@ from hpczero.plan.sizing import blockwise_plan, ideal_state_nbytes
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.predict.model import Prediction, predict
-from scaling.evidence.plot import Line, draw_lines
+from scaling.evidence.plot import Line, lines_figure
 from scaling.evidence.record import commit
 from scaling.evidence.spread import table_of
 
@@ -229,7 +229,7 @@ def draw_paper(path: Path) -> None:
     }
     names = {"each GPU": "model TFLOP/s of one GPU", "all GPUs": "speed-up over 64 GPUs"}
     title = f"60 B of the ZeRO paper on 64 to 400 V100: PREDICTION, nothing was run\n{by_what()}"
-    draw_lines(panels, path, title=title, x="GPUs", y=names, from_zero=["each GPU"])
+    lines_figure(panels, title=title, x="GPUs", y=names, from_zero=["each GPU"]).savefig(path)
 
 
 def paper_text() -> str:

@@ -9,6 +9,7 @@ are there.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import random
@@ -25,7 +26,7 @@ from hpczero.errors import ConfigError, run
 from scaling.evidence import harness
 from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import table_of
-from scaling.layouts.cases import Case, Sizes, cases_on
+from scaling.layouts.cases import Case, TurnsOfLayouts, cases_on
 from scaling.simulate import __main__ as simulate
 
 if TYPE_CHECKING:
@@ -42,27 +43,15 @@ NEAR = 0.2
 
 
 @dataclass(frozen=True)
-class Options(Sizes, harness.OnNodes):
-    """What to compare.
+class Options(TurnsOfLayouts):
+    """What to compare."""
 
-    Attributes:
-        only: numbers of the layouts, from 0; left out, all.
-        rounds: measured turns of each layout.
-        steps: of a turn.
-        warm_up: steps of each layout before the first round.
-        rate_mbit: what a node's link carries.
-    """
-
-    only: tuple[int, ...] = ()
     rounds: int = 3
-    steps: int = 2
-    warm_up: int = 2
     rate_mbit: float = 250.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        harness.at_least(self, rounds=1, steps=1, warm_up=1)
-        if not 0 < self.rate_mbit < 1e9:
+        if not self.rate_mbit:
             raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected a number above 0")
 
 
@@ -93,9 +82,7 @@ def compare(topology: Topology, options: Options) -> Iterator[Row]:
     yield run_row(
         options,
         "rate_mbit rounds",
-        ranks=topology.size,
-        placement=harness.placement(topology),
-        emulated=bool(options.emulated),
+        **harness.nodes_of(topology, options),
         description=options.describe(),
     )
     seen = _seen(topology, cases, options)
@@ -116,7 +103,7 @@ def compare(topology: Topology, options: Options) -> Iterator[Row]:
         yield {
             "kind": "layout",
             "layout": case.name,
-            "seconds": [*seen[case.name].values()],
+            "seconds": seen[case.name],
             **_simulated(topology, case, network),
         }
 
@@ -130,22 +117,19 @@ def _cases(topology: Topology, options: Options) -> list[Case]:
     return cases_on(topology.world.nodes, options, options.only)
 
 
-def _seen(
-    topology: Topology, cases: Sequence[Case], options: Options
-) -> dict[str, dict[int, float]]:
-    """Seconds of a step of each layout, by round."""
+def _seen(topology: Topology, cases: Sequence[Case], options: Options) -> dict[str, list[float]]:
+    """Seconds of a step of each layout, of each round."""
     from scaling.layouts.training import Training
 
     trainings = {case.name: Training(topology, case, algorithms="default") for case in cases}
     for training in trainings.values():
         training.steps(options.warm_up)
-    program = "simulate.check" if topology.is_root else ""
-    found: dict[str, dict[int, float]] = {name: {} for name in trainings}
+    found: dict[str, list[float]] = {name: [] for name in trainings}
     order = random.Random(options.seed)
-    for number, turn in harness.in_turns([*trainings], options.rounds, order, program=program):
-        for name in turn:
-            took = harness.seconds(topology, lambda t=trainings[name]: t.steps(options.steps))  # type: ignore[misc]
-            found[name][number] = took / options.steps
+    turns = harness.in_turns([*trainings], options.rounds, order, program="simulate.check")
+    for name in itertools.chain.from_iterable(turn for _, turn in turns):
+        took = harness.seconds(topology, lambda t=trainings[name]: t.steps(options.steps))  # type: ignore[misc]
+        found[name].append(took / options.steps)
     for training in trainings.values():
         training.close()
     return found

@@ -18,7 +18,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpczero.predict.machine import Machine
@@ -44,8 +44,6 @@ from scaling.simulate.programs import (
     Signal,
     Work,
 )
-
-Part = Hashable
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,24 @@ class Network:
         return cls(math.inf, 0.0, 1, math.inf, 0.0)
 
 
+class Part:
+    """What streams share: the links of a node one way, the port of a rank, the cores of a host.
+
+    Attributes:
+        capacity: what all its streams do per second.
+        streams: how many are on it now.
+        flows: those on it, in the order in which they began.
+        busy: seconds in which any stream was on it.
+        carried: work done on it.
+    """
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity, self.streams = capacity, 0
+        self.flows: dict[Flow, None] = {}
+        self.busy = self.carried = 0.0
+        self.begun = 0.0  # when the first of the streams came
+
+
 class Flow:
     """Streams that go on together.
 
@@ -117,34 +133,20 @@ class Flow:
 
 
 class Links:
-    """Parts, the flows on them, and the events of a replay in the order of their time.
+    """Flows over parts, and the events of a replay in the order of their time.
 
     Attributes:
         now: seconds.
-        busy: seconds in which any stream was on a part.
-        carried: work done on it.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.busy: dict[Part, float] = {}
-        self.carried: dict[Part, float] = {}
-        self._capacity: dict[Part, float] = {}
-        self._streams: dict[Part, int] = {}
-        self._flows: dict[Part, dict[Flow, None]] = {}  # in the order in which they began
-        self._begun: dict[Part, float] = {}
         self._events: list[tuple[float, int, Callable[[], None] | Flow, int]] = []
         self._numbers = itertools.count()
 
-    def add_part(self, part: Part, capacity: float) -> None:
-        """A part, and what all its streams do per second."""
-        self._capacity[part] = capacity
-        self._streams[part], self._flows[part] = 0, {}
-        self.busy[part] = self.carried[part] = 0.0
-
-    def later(self, seconds: float, event: Callable[[], None]) -> None:
-        """Run ``event`` in so many seconds."""
-        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event, 0))
+    def later(self, seconds: float, event: Callable[[], None] | Flow, version: int = 0) -> None:
+        """Run ``event`` in so many seconds; a flow ends, if it still has this version."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event, version))
 
     def start(
         self,
@@ -165,55 +167,47 @@ class Links:
         flow = Flow(streams, size, most, done)
         flow.settle(self.now)
         for part, number in streams.items():
-            if not self._streams[part]:
-                self._begun[part] = self.now
-            self._streams[part] += number
-            self._flows[part][flow] = None
-            self.carried[part] += number * size
+            if not part.streams:
+                part.begun = self.now
+            part.streams += number
+            part.flows[flow] = None
+            part.carried += number * size
         self._share(streams, flow)
 
     def _end(self, flow: Flow) -> None:
         for part, number in flow.streams.items():
-            self._streams[part] -= number
-            del self._flows[part][flow]
-            if not self._streams[part]:
-                self.busy[part] += self.now - self._begun.pop(part)
+            part.streams -= number
+            del part.flows[flow]
+            if not part.streams:
+                part.busy += self.now - part.begun
         self._share(flow.streams, None)
         flow.done()
 
     def _share(self, parts: Mapping[Part, int], new: Flow | None) -> None:
         """Rates of all flows on these parts, and when they will end."""
-        capacity, streams = self._capacity, self._streams
-        changed = dict.fromkeys(flow for part in parts for flow in self._flows[part])
+        changed = dict.fromkeys(flow for part in parts for flow in part.flows)
         if new is not None:
             changed[new] = None
         for flow in changed:
-            rate = min((capacity[part] / streams[part] for part in flow.streams), default=math.inf)
+            rate = min((part.capacity / part.streams for part in flow.streams), default=math.inf)
             rate = min(rate, flow.most)
             if rate == flow.rate and flow is not new:
                 continue
             flow.settle(self.now)
             flow.rate = rate
             flow.version += 1
-            takes = flow.left / rate if rate < math.inf else 0.0
-            heapq.heappush(
-                self._events, (self.now + takes, next(self._numbers), flow, flow.version)
-            )
+            self.later(flow.left / rate if rate < math.inf else 0.0, flow, flow.version)
 
     def run(self) -> None:
         """Until nothing is left to happen."""
         while self._events:
             time, _, event, version = heapq.heappop(self._events)
-            if isinstance(event, Flow):
-                if event.version != version:
-                    continue
-                self.now = time
-                event.left = 0.0
-                event.version += 1
-                self._end(event)
-            else:
+            if not isinstance(event, Flow):
                 self.now = time
                 event()
+            elif event.version == version:
+                self.now = time
+                self._end(event)
 
 
 MOST_NAMED = 4
@@ -259,11 +253,7 @@ class _Meeting:
     ranks: tuple[int, ...]
     came: list[tuple[_Lane, Call]] = field(default_factory=list)
     working: set[int] = field(default_factory=set)  # ranks whose own work goes on
-    going: int = 1  # flows, and the wait for all ranks
-
-    @property
-    def moved(self) -> bool:
-        return not self.going
+    going: int = 1  # flows, and the wait for all ranks; 0: all bytes are there
 
 
 @dataclass(eq=False)
@@ -279,7 +269,7 @@ class _Mail:
 class _Replay:
     def __init__(self, programs: Sequence[Program], places: Places, network: Network) -> None:
         self._programs, self._places, self._network = programs, places, network
-        self._links = links = Links()
+        self._links = Links()
         self._lanes = [
             {name: _Lane(program.rank, name, entries) for name, entries in program.lanes.items()}
             for program in programs
@@ -290,13 +280,11 @@ class _Replay:
         self._meetings: dict[tuple[str, tuple[int, ...], int], _Meeting] = {}
         self._mail: dict[tuple[str, int, int, int], _Mail] = defaultdict(_Mail)
         self._between, self._messages = [0] * len(programs), [0] * len(programs)
-        for node in range(places.node(len(programs) - 1) + 1):
-            for way in ("out", "in"):
-                links.add_part((way, node), network.nics * network.nic_rate)
-            if network.cores and not (network.one_host and node):
-                links.add_part(("cores", node), network.cores)
-        for program in programs:
-            links.add_part(("port", program.rank), network.node_rate)
+        nodes = range(places.node(len(programs) - 1) + 1)
+        rate = network.nics * network.nic_rate
+        self._out, self._in = ([Part(rate) for _ in nodes] for _ in range(2))
+        self._cores = [Part(network.cores) for _ in nodes]
+        self._ports = [Part(network.node_rate) for _ in programs]
         self._on: dict[tuple[int, ...], tuple[dict[Part, int], int, int]] = {}
 
     def run(self) -> Outcome:
@@ -308,9 +296,7 @@ class _Replay:
         if stuck:
             raise self._standstill(stuck)
         step_s = self._links.now
-        nodes = {self._places.node(program.rank) for program in self._programs}
-        busy = max((self._links.busy["out", node] for node in nodes), default=0.0)
-        carried = max((self._links.carried["out", node] for node in nodes), default=0.0)
+        busy, carried = max(p.busy for p in self._out), max(p.carried for p in self._out)
         room = self._network.nics * self._network.nic_rate * step_s
         return Outcome(
             step_s=step_s,
@@ -377,7 +363,7 @@ class _Replay:
             self._links.later(seconds, done)
             return
         node = 0 if self._network.one_host else self._places.node(rank)
-        self._links.start({("cores", node): 1}, seconds, done, most=1.0)
+        self._links.start({self._cores[node]: 1}, seconds, done, most=1.0)
 
     def _await(self, lane: _Lane, entry: Await) -> bool:
         token = lane.rank, entry.token
@@ -427,7 +413,7 @@ class _Replay:
 
     def _worked(self, meeting: _Meeting, lane: _Lane) -> None:
         meeting.working.discard(lane.rank)
-        if meeting.moved:
+        if not meeting.going:
             self._resume(lane)
 
     def _move(self, meeting: _Meeting, call: Call) -> None:
@@ -439,7 +425,7 @@ class _Replay:
             lane.go(phase, self._links.now)
         done = lambda: self._moved(meeting)  # noqa: E731  (of each of the flows)
         if not call.sent:
-            self._links.later(self._latency(ranks, small=True), done)
+            self._links.later(self._agreeing_s(ranks), done)
             return
         latency = network.nic_latency if between else network.node_latency
         if between:
@@ -448,16 +434,15 @@ class _Replay:
             if call.batches > 1 and latency:
                 most = min(most, size / (call.batches * latency))
             meeting.going += 1
-            streams = {part: number for part, number in parts.items() if part[0] != "port"}  # type: ignore[index]
-            self._links.start(streams, size, done, most=most)
+            self._links.start(parts, size, done, most=most)
         if inside:
             meeting.going += 1
-            ports: dict[Part, int] = {("port", rank): 1 for rank in ranks}
+            ports = {self._ports[rank]: 1 for rank in ranks}
             self._links.start(ports, call.sent * inside, done)
         for lane, mine in meeting.came if call.beside else ():
             peers = len(self._programs[lane.rank].comms[mine.beside]) - 1
             meeting.going += 1
-            self._links.start({("port", lane.rank): 1}, mine.beside_sent * peers, done)
+            self._links.start({self._ports[lane.rank]: 1}, mine.beside_sent * peers, done)
         self._links.later(latency, done)
 
     def _moved(self, meeting: _Meeting) -> None:
@@ -479,18 +464,19 @@ class _Replay:
             streams: dict[Part, int] = {}
             if len(here) > 1:
                 for node, number in here.items():
-                    streams["out", node] = streams["in", node] = number
+                    streams[self._out[node]] = streams[self._in[node]] = number
             self._on[ranks] = streams, len(ranks) - min(here.values()), max(here.values()) - 1
         return self._on[ranks]
 
-    def _latency(self, ranks: tuple[int, ...], *, small: bool) -> float:
+    def _agreeing_s(self, ranks: tuple[int, ...]) -> float:
+        """Of a call without bytes."""
         network = self._network
         nodes = len({self._places.node(rank) for rank in ranks})
         local = -(-len(ranks) // nodes)
-        if nodes > 1 and small and network.small_s:
+        if nodes > 1 and network.small_s:
             return network.small_s
-        inside = math.ceil(math.log2(max(local, 1))) * network.node_latency
-        return inside + math.ceil(math.log2(max(nodes, 1))) * network.nic_latency
+        inside = math.ceil(math.log2(local)) * network.node_latency
+        return inside + math.ceil(math.log2(nodes)) * network.nic_latency
 
     # --- messages
 
@@ -525,12 +511,12 @@ class _Replay:
         nodes = self._places.node(source), self._places.node(target)
         if nodes[0] == nodes[1]:
             latency, most = self._network.node_latency, math.inf
-            streams: dict[Part, int] = {("port", source): 1, ("port", target): 1}
+            ends = self._ports[source], self._ports[target]
         else:
             latency, most = self._network.nic_latency, self._network.nic_rate
-            streams = {("out", nodes[0]): 1, ("in", nodes[1]): 1}
+            ends = self._out[nodes[0]], self._in[nodes[1]]
         arrive = lambda: self._links.later(latency, lambda: self._arrive(mail))  # noqa: E731
-        self._links.start(streams, message.nbytes, arrive, most=most)
+        self._links.start(dict.fromkeys(ends, 1), message.nbytes, arrive, most=most)
 
     def _arrive(self, mail: _Mail) -> None:
         mail.there += 1

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hpczero.errors import run
 from scaling.contenders.workload import WORKLOADS, scratch
 from scaling.evidence import harness
-from scaling.evidence.plot import Bar, draw_bars
-from scaling.evidence.record import Row, head_of, run_row, where_and_when
+from scaling.evidence.plot import Bar, Panels, as_bars
+from scaling.evidence.record import Row, head_of, run_row
 from scaling.evidence.spread import Spread, by_round, paired_ratios, table, with_spread
 
 if TYPE_CHECKING:
@@ -140,9 +139,8 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     groups += [{"disk of a pass": pair.disk_of_a_pass}, {"disk of a step": pair.disk_of_a_step}]
     for name, device in devices.items():
         groups += [{f"{name} reads": device.read}, {f"{name} writes": device.write}]
-    program = "tiers" if topology.is_root else ""
     order = random.Random(options.seed)
-    for number, turn in harness.in_turns(groups, options.rounds, order, program=program):
+    for number, turn in harness.in_turns(groups, options.rounds, order, program="tiers"):
         for name, call in (case for group in turn for case in group.items()):
             if name == "disk of a step":
                 pair.lay_gradients()
@@ -226,12 +224,12 @@ def ratios(rows: list[Row]) -> dict[str, Spread]:
     return {name: Spread.of(values) for name, values in found.items()}
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Seconds as bars, to ``path`` (PNG)."""
+@as_bars
+def draw(rows: list[Row]) -> tuple[str, Panels]:
+    """Seconds as bars."""
     head, (took, _, _) = head_of(rows), _figures(rows)
     bars = [Bar.of(name, took[name].values()) for name in TIMES]
-    title = f"{head['description']}\n{where_and_when(head)}"
-    draw_bars({"seconds, all ranks at a time": bars}, path, title=title)
+    return head["description"], {"seconds, all ranks at a time": bars}
 
 
 REPORT = harness.Report("Offload to host memory and disk", text, draw)

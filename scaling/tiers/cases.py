@@ -14,16 +14,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 import hpczero
 from hpczero import Offload
 from hpczero.errors import ConfigError, HpcZeroError
 from hpczero.job.topology import Topology
-from hpczero.plan.rules import default_rule
 from hpczero.tier import DiskTier, Fetch, Place, Record, Tier
 from scaling.contenders import base
+from scaling.contenders.hpczero_stage import Contender
 from scaling.contenders.workload import Workload
 
 RECORD_NBYTES, RECORDS, BLOCKS = 16 * 2**20, 16, 4
@@ -43,28 +42,21 @@ class Pair:
 
     def __init__(self, topology: Topology, workload: Workload, offload: Offload) -> None:
         self._workload, self._topology = workload, topology
-        self._twins = {"disk": self._build(offload), "memory": self._build(None)}
+        self._twins = {"disk": self._built(offload), "memory": self._built(None)}
         store = hpczero.sharding(self._away).away.store
         assert store is not None, "offload was asked for"
         self.tier, self._ahead = store.tier, max(store.blocks - 2, 1)
         self._losses: dict[str, list[float]] = {name: [] for name in self._twins}
 
-    def _build(self, offload: Offload | None) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = base.gpt(self._workload)
-        optimizer = base.adamw(model.parameters())
-        hpczero.zeroify(
-            model,
-            optimizer,
-            stage=3,
-            topology=self._topology,
-            rule=default_rule,
-            offload=offload,
-        )
-        return model, optimizer
+    def _built(self, offload: Offload | None) -> Contender:
+        twin = Contender(3, "auto", offload=offload)
+        twin.join(self._topology)
+        twin.build(self._workload)
+        return twin
 
     @property
     def _away(self) -> nn.Module:
-        return self._twins["disk"][0]
+        return self._twins["disk"].model
 
     @property
     def _sized(self) -> Workload:
@@ -84,13 +76,13 @@ class Pair:
         """Forward and backward of the twin on ``disk`` or in ``memory``."""
         losses = self._losses[which]
         tokens, targets = base.batch(self._sized, step=len(losses), rank=self._topology.rank)
-        loss: Tensor = self._twins[which][0](tokens, targets)
+        loss: Tensor = self._twins[which].model(tokens, targets)
         loss.backward()
         losses.append(float(loss.item()))
 
     def take_step(self, which: str) -> None:
         """The update. Raises HpcZeroError: losses so far are not those of the other twin, bit for bit."""
-        _, optimizer = self._twins[which]
+        optimizer = self._twins[which].optimizer
         optimizer.step()
         optimizer.zero_grad()
         pairs = list(zip(*self._losses.values(), strict=False))
@@ -127,8 +119,8 @@ class Pair:
 
     def close(self) -> None:
         """Give everything back."""
-        for model, _ in self._twins.values():
-            hpczero.release(model)
+        for twin in self._twins.values():
+            hpczero.release(twin.model)
 
 
 def through(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from scaling.evidence.record import Row, read_rows
 from scaling.sweep.study import Grid
-from tests.helpers.mpirun import run_ranks
+from tests.helpers.mpirun import run_command, run_ranks
 
 MIB = 2**20
 KINDS = ("norm", "gelu", "add", "fork", "bias", "copy", "loss")
@@ -50,12 +51,31 @@ def check_drawn(draw: Callable[[list[Row], Path], None], found: list[Row], folde
 
 
 def measured(
-    ranks: int, words: str, folder: Path, name: str, *, env: Mapping[str, str] | None = None
+    ranks: int,
+    words: str,
+    folder: Path,
+    name: str,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 280,
+    fresh: bool = False,
 ) -> tuple[list[Row], str]:
-    """Run ``python -m scaling.WORDS`` on so many ranks: the rows of the file ``name``, and what was printed."""
+    """Run ``python -m scaling.WORDS``: the rows of the file ``name``, and what was printed.
+
+    Args:
+        ranks: of its job; 0: a process that starts its ranks itself.
+        words: the command and its options.
+        folder: that gets its results.
+        name: of the file without suffix.
+        env: as of ``run_ranks``.
+        timeout: likewise.
+        fresh: as of ``run_command``, without ranks.
+    """
     command = ["-m", *f"scaling.{words}".split(), "--results", str(folder / "results")]
-    done = run_ranks(ranks, command, timeout=280, env=env)
-    assert done.returncode == 0, done
+    if ranks:
+        done = run_ranks(ranks, command, timeout, env).ended()
+    else:
+        done = run_command([sys.executable, *command], timeout, env, fresh=fresh).ended()
     (file,) = (folder / "results").rglob(f"{name}.jsonl")
     return read_rows(file), done.stdout
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from scaling.checkpoint.__main__ import draw, goals, holds, seconds, text
 from scaling.checkpoint.ways import forget
-from scaling.evidence.record import Row, read_rows
-from tests.helpers.mpirun import run_command
-from tests.scaling.studies import check_drawn, head
+from scaling.evidence.record import Row
+from tests.scaling.studies import check_drawn, head, measured
 
 SLOWER = (1.0, 3.0, 2.0, 10.0, 1.5, 1.0)
 SAVE_S = {"raw": 0.8, "posix": 0.9, "mpio": 1.25, "dcp": 1.0}
@@ -108,15 +106,10 @@ def test_forget_leaves_content_alone(tmp_path: Path) -> None:
 
 @pytest.mark.tool
 def test_every_way_saves_and_loads_in_one_run(tmp_path: Path) -> None:
-    options = ["--workload", "tiny", "--rounds", "1", "--warm-up", "0", "--steps", "1"]
-    places = ["--results", str(tmp_path / "results"), "--folder", str(tmp_path / "disk")]
-    command = [sys.executable, "-m", "scaling.checkpoint", *options, *places]
-    done = run_command(command, timeout=120)
-    assert done.returncode == 0, done.stderr
-    (file,) = (tmp_path / "results").rglob("checkpoint-tiny.jsonl")
-    found = read_rows(file)
+    words = "checkpoint --workload tiny --rounds 1 --warm-up 0 --steps 1 --folder"
+    found, said = measured(0, f"{words} {tmp_path / 'disk'}", tmp_path, "checkpoint-tiny")
     ways = {row["way"] for row in found if row["kind"] == "move"}
     assert ways >= {"raw", "posix", "dcp"}
     assert {row["way"] for row in found if row["kind"] == "memory"} == ways - {"raw"}
-    assert "hpczero, posix" in done.stdout
+    assert "hpczero, posix" in said
     assert not list((tmp_path / "disk").iterdir())

@@ -56,22 +56,6 @@ def rows() -> list[Row]:
                     "waited_s": [0.1, 0.3] if name == "pipeline" else [],
                 }
             )
-        ranks = [
-            {"stage": 0.0, "busy": 2.0, "waited": 1.0, "idle": 1.1},
-            {"stage": 1.0, "busy": 2.0, "waited": 0.5, "idle": 0.9},
-        ]
-        found.append(
-            {
-                "kind": "idle",
-                "pipeline": "1f1b",
-                "round": number,
-                "stages": 2,
-                "nap_s": 0.02,
-                "simulated": 0.4,
-                "formula": 0.4,
-                "ranks": ranks,
-            }
-        )
     return found
 
 
@@ -86,18 +70,6 @@ def test_text_compares_with_the_first_layout_within_rounds_and_with_what_was_for
     assert found[5:] == ["1.02", "1.00", "1.020", "0.200"]
     assert "1 of 1 pairs of layouts" in said
     check_drawn(draw, rows(), tmp_path)
-
-
-def test_idle_time_is_that_of_all_ranks_over_their_busy_time() -> None:
-    said = text(rows())
-    assert cells(said, "1f1b")[1:] == [
-        "0.500 [0.500, 0.500]",
-        "0.500 [0.500, 0.500]",
-        "0.400",
-        "0.400",
-        "1.25",
-    ]
-    assert "0 of 1 within 20% of the simulation" in said
 
 
 def test_pairs_in_the_same_order_are_counted_those_that_are_told_apart_too() -> None:

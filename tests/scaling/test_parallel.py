@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from hpczero.errors import ConfigError, HpcZeroError
-from scaling.evidence.record import Row, of_kind, read_rows
+from scaling.evidence.record import Row, of_kind
 from scaling.parallel import Options, apart, draw, matches_of, text
 from tests.helpers.cases import EVERYTHING
-from tests.helpers.mpirun import run_command
-from tests.scaling.studies import cells, check_drawn, head
+from tests.scaling.studies import cells, check_drawn, head, measured
 
 
 def rows() -> list[Row]:
@@ -96,16 +94,13 @@ def test_unknown_matches_and_other_losses_are_refused_by_name() -> None:
 @pytest.mark.slow
 @pytest.mark.limit(600)
 def test_quick_run_trains_the_same_on_both_sides(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scaling.parallel", "--quick", "--ranks", "4"]
     names = ["tensor-4-sequence", "pipeline-2", *(["tensor-2"] if EVERYTHING else [])]
-    done = run_command([*command, "--matches", *names, "--results", str(tmp_path)], timeout=580)
-    assert done.returncode == 0, done
-    (path,) = tmp_path.glob("*/parallel-tiny-4-fp32.jsonl")
-    found = read_rows(path)
+    words = f"parallel --quick --ranks 4 --matches {' '.join(names)}"
+    found, said = measured(0, words, tmp_path, "parallel-tiny-4-fp32", timeout=580)
     for match in of_kind(found, "match"):
         own, other = match["losses"].values()
         assert own == pytest.approx(other, rel=0, abs=1e-5)
         assert own[0] - own[-1] > 0.05  # they learn, so a wrong gradient would show
     turns = [(row["match"], row["round"], row["contender"]) for row in of_kind(found, "turn")]
     assert len(set(turns)) == len(turns) == len(names) * 2 * 2
-    assert "| tensor-4-sequence (torch DTensor" in done.stdout
+    assert "| tensor-4-sequence (torch DTensor" in said

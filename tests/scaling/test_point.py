@@ -50,8 +50,7 @@ def one(path: Path) -> dict[str, Any]:
 
 def measured(path: Path, *, env: dict[str, str] | None = None, **changes: Any) -> dict[str, Any]:
     words = ["-c", SHORT_PROBE, *order(path, **changes)]
-    done = run_ranks(changes.get("ranks", 1), words, 120, env)
-    assert done.returncode == 0, done
+    run_ranks(changes.get("ranks", 1), words, 120, env).ended()
     return one(path)
 
 
@@ -80,8 +79,7 @@ def test_ranks_bound_to_one_core_each_are_not_more_ranks_than_cores(tmp_path: Pa
 def test_parts_of_a_step_end_when_the_device_is_through_with_them(tmp_path: Path) -> None:
     program = tmp_path / "twin.py"
     program.write_text(TWIN % json.dumps(POINT.as_json()))
-    done = run_ranks(1, [program], 120)
-    assert done.returncode == 0, done
+    done = run_ranks(1, [program], 120).ended()
     row = json.loads(done.stdout.splitlines()[-1])
     for part in ("compute", "optimizer"):
         assert all(ms >= 30 for step in row["samples_ms"][part] for ms in step), part
@@ -106,8 +104,7 @@ def test_without_git_the_row_has_the_commit_of_whoever_submitted(tmp_path: Path)
 
 
 def refused(path: Path, **changes: Any) -> Finished:
-    done = run_command([sys.executable, *order(path, **changes)], 60)
-    assert done.returncode == ConfigError.exit_code, done
+    done = run_command([sys.executable, *order(path, **changes)], 60).ended(ConfigError.exit_code)
     assert not path.exists()
     return done
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
+from hpczero.models.config import parameter_count
 from hpczero.predict.machine import MeasuredKernels
 from scaling.evidence.record import Row
 from scaling.predict.check import draw, text
 from scaling.predict.host import host_machine, predict_on_host
+from scaling.predict.published import PUBLISHED, compare
 from tests.helpers.mpirun import Finished, run_command
 from tests.scaling.studies import check_drawn, head, probe
 
@@ -113,8 +115,9 @@ def test_this_host_is_measured_and_its_prediction_is_of_the_right_size() -> None
 
 @pytest.mark.tool
 def test_a_forecast_says_what_was_asked() -> None:
-    done = predict("--machine", "dgx-h100", "--model", "gpt-8b", "--ranks", "8", "64", "1024")
-    assert done.returncode == 0, done
+    done = predict(
+        "--machine", "dgx-h100", "--model", "gpt-8b", "--ranks", "8", "64", "1024"
+    ).ended()
     assert "A prediction, nothing was run" in done.stdout
     header, _, *lines = cells(done.stdout)
     assert [line[0] for line in lines] == ["8", "64", "1,024"]
@@ -126,15 +129,13 @@ def test_a_forecast_says_what_was_asked() -> None:
 @pytest.mark.tool
 def test_plots_are_drawn_as_asked(tmp_path: Path) -> None:
     for name, arguments in (("a.svg", ["--paper"]), ("b.png", ["--ranks", "8", "64"])):
-        done = predict(*arguments, "--plot", str(tmp_path / name))
-        assert done.returncode == 0, done
+        predict(*arguments, "--plot", str(tmp_path / name)).ended()
         assert (tmp_path / name).stat().st_size > 5000
 
 
 @pytest.mark.tool
 def test_strong_scaling_keeps_the_global_batch() -> None:
-    done = predict("--global_batch", "512", "--ranks", "8", "64", "512", "--json")
-    assert done.returncode == 0, done
+    done = predict("--global_batch", "512", "--ranks", "8", "64", "512", "--json").ended()
     for line in done.stdout.splitlines():
         found = json.loads(line)
         assert found["ranks"] * found["micro_batch"] * found["accumulation"] == 512
@@ -167,8 +168,7 @@ def test_sources_are_shown() -> None:
 
 @pytest.mark.tool
 def test_the_papers_curve_stands_beside_the_published_one() -> None:
-    done = predict("--paper")
-    assert done.returncode == 0, done
+    done = predict("--paper").ended()
     lines = {line[0]: line for line in cells(done.stdout)}
     assert [lines[f"{n} GPUs"][1:3] for n in (64, 128, 256, 400)] == [
         ["16", "16"],
@@ -197,8 +197,7 @@ def test_the_papers_curve_stands_beside_the_published_one() -> None:
     ],
 )
 def test_wrong_use_gets_a_clear_error(arguments: list[str], message: str) -> None:
-    done = predict(*arguments)
-    assert done.returncode == ConfigError.exit_code, done
+    done = predict(*arguments).ended(ConfigError.exit_code)
     assert message in done.stderr, done
 
 
@@ -250,3 +249,39 @@ def test_ratios_are_formed_within_a_turn_and_judged(tmp_path: Path) -> None:
     assert "Busy machine: 2 points had no quiet turn" in text(disturbed)
     assert "0 of 8 turns were quiet" in text(disturbed)
     check_drawn(draw, rows((0.9, 1.1, 1.0)), tmp_path)
+
+
+# --- published runs in layouts with tensor and pipeline parallelism
+
+
+FOUND = {run.name: value / run.value for run, value in compare()}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("1 T", 1008), ("530 B", 530), ("70 B", 70), ("405 B", 405), ("100 B", 100)],
+)
+def test_models_have_as_many_parameters_as_was_published(name: str, billions: int) -> None:
+    runs = [run for run in PUBLISHED if f" {name}," in run.name]
+    assert len(runs) == 1
+    assert parameter_count(runs[0].spread.model) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: run.name)
+def test_nothing_is_off_by_more_than_a_third_without_a_fitted_constant(run: object) -> None:
+    assert 0.7 < FOUND[run.name] < 1.3  # type: ignore[attr-defined]
+
+
+def test_what_interleaving_brings_is_what_was_published() -> None:
+    plain, more = (run for run in PUBLISHED if run.source.startswith("arXiv 2410.06511"))
+    predicted = more.of(more.predicted()) / plain.of(plain.predicted())
+    assert predicted == pytest.approx(more.value / plain.value, rel=0.03)  # 1.28
+
+
+@pytest.mark.tool
+def test_table_says_for_each_run_where_it_is_from() -> None:
+    done = predict("--published").ended()
+    for run in PUBLISHED:
+        assert f"| {run.name} |" in done.stdout
+        assert f"- {run.name}: {run.source}" in done.stdout
+    assert "nothing fitted" in done.stdout

@@ -20,7 +20,7 @@ from scaling.simulate.programs import (
     Work,
     check,
 )
-from scaling.simulate.replay import Links, Network, replay
+from scaling.simulate.replay import Links, Network, Part, replay
 
 
 def by_hand(*lanes: list[Entry], **comms: tuple[int, ...]) -> list[Program]:
@@ -69,13 +69,13 @@ def test_ranks_of_a_node_share_its_links() -> None:
 def test_streams_that_come_and_go_share_a_part() -> None:
     links = Links()
     ends: dict[str, float] = {}
-    links.add_part("link", 10.0)
-    links.start({"link": 1}, 30.0, lambda: ends.update(long=links.now))
-    links.later(1.0, lambda: links.start({"link": 1}, 10.0, lambda: ends.update(short=links.now)))
+    link = Part(10.0)
+    links.start({link: 1}, 30.0, lambda: ends.update(long=links.now))
+    links.later(1.0, lambda: links.start({link: 1}, 10.0, lambda: ends.update(short=links.now)))
     links.run()
     # alone for 1 s, together for 2 s, alone again for 1 s
     assert ends == pytest.approx({"short": 3.0, "long": 4.0})
-    assert links.busy["link"] == pytest.approx(4.0)
+    assert link.busy == pytest.approx(4.0)
 
 
 def test_a_long_message_waits_until_it_is_expected_and_a_short_one_does_not() -> None:

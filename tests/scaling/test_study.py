@@ -1,4 +1,4 @@
-"""What a study consists of: its points, what makes two of them the same, and what cannot be."""
+"""What a study consists of: its points, what makes two of them the same, and what cannot be; settings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import json
 import pytest
 
 from hpczero.errors import ConfigError
+from scaling.evidence.record import machine_name
+from scaling.sweep.jobs import local_setting, slurm_setting
 from scaling.sweep.study import Grid, Point, parse_layout
 
 WEAK = Grid("weak", False, ["tiny"], [0, 3], [2, 1, 4], [3])
@@ -165,3 +167,46 @@ def test_layouts_that_cannot_be_are_refused_before_a_job_is_started(
 def test_layouts_are_compared_on_one_number_of_ranks() -> None:
     with pytest.raises(ConfigError, match=r"--ranks: got .*expected one number"):
         dataclasses.replace(LAYOUTS, ranks=[2, 4]).points()
+
+
+# --- settings
+
+
+def test_a_partition_is_a_setting_and_a_time_limit_is_none() -> None:
+    settings = [
+        slurm_setting(words, {})
+        for words in (
+            ["--partition=a100", "--time=30:00"],
+            ["-p", "a100", "--time", "1:00:00", "--account=x"],
+            ["-pa100"],
+            ["--partition", "h100", "--time=30:00"],
+            [],
+        )
+    ]
+    assert settings[0] == settings[1] == settings[2]
+    assert settings[0]["partition"] == "a100"
+    assert settings[3]["partition"] == "h100"
+    assert "partition" not in settings[4]
+    assert slurm_setting([], {"SBATCH_PARTITION": "a100"}) == settings[0]
+
+
+def test_gpus_and_cores_of_a_rank_are_settings() -> None:
+    found = slurm_setting(["--gpus-per-node=4", "-c", "8", "--gres=gpu:4", "-C", "ib"], {})
+    wanted = {"gpus_per_node": "4", "cpus_per_task": "8", "gres": "gpu:4", "constraint": "ib"}
+    assert wanted.items() <= found.items()
+
+
+def test_our_variables_are_settings_unless_they_change_no_time() -> None:
+    plain = local_setting({})
+    assert local_setting({"HPCZERO_TIMEOUT": "9", "HPCZERO_SERIES": "3", "HOME": "x"}) == plain
+    assert local_setting({"HPCZERO_TRANSPORT": "flat"}) == {
+        **plain,
+        "HPCZERO_TRANSPORT": "flat",
+    }
+    assert plain["machine"] == machine_name()
+    assert {"torch", "mpi4py"} <= plain.keys()
+
+
+def test_an_option_without_its_value_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--partition.*expected one argument"):
+        slurm_setting(["--partition"], {})

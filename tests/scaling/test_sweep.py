@@ -65,8 +65,7 @@ def test_a_study_is_measured_reported_and_not_measured_twice(
     folder, page = tmp_path / "study", tmp_path / "page.html"
     command = ["strong", "--models", "tiny", "--ranks", "1", "2", "--batches", "4", "--steps", "6"]
     command += ["--warm_up", "1", "--checkpoint_every", "3", "--folder", str(folder)]
-    first = sweep(*command, env=quick)
-    assert first.returncode == 0, first
+    sweep(*command, env=quick).ended()
     rows = read_rows(folder / "sweep-strong.jsonl")
     points = [row for row in rows if row["kind"] == "point"]
     assert rows[0]["points_done"] == rows[0]["points_asked"] == len(points) == 2
@@ -88,8 +87,7 @@ def test_a_study_is_measured_reported_and_not_measured_twice(
     again = sweep(*command, "--any_commit", env=quick)
     assert "2 points, 2 done already" in again.stderr
     words = ["-m", "scaling.report", str(folder / "sweep-strong.jsonl"), "--page", str(page)]
-    shown = run_command([sys.executable, *words], 60)
-    assert shown.returncode == 0, shown
+    shown = run_command([sys.executable, *words], 60).ended()
     assert "Losses of tiny, global batch 4, fp32: 2 points" in shown.stdout
     drawn = {path.name for path in folder.glob("sweep-strong*.*")}
     for figure in ("scaling", "breakdown", "memory", "losses"):
@@ -106,8 +104,7 @@ def test_nodes_that_are_one_machine_are_called_emulated(
 ) -> None:
     command = ["weak", "--models", "tiny", "--ranks", "2", "--ranks_per_node", "1", "--batches"]
     command += ["2", "--steps", "2", "--warm_up", "1", "--folder", str(tmp_path)]
-    done = sweep(*command, env=quick)
-    assert done.returncode == 0, done
+    sweep(*command, env=quick).ended()
     row = read_rows(tmp_path / "sweep-weak.jsonl")[1]
     assert (row["placement"], row["emulated"]) == ("2x1", True)
     assert report.text(read_rows(tmp_path / "sweep-weak.jsonl")).startswith("**Emulated nodes on")
@@ -167,8 +164,9 @@ def test_wrong_use_is_refused_before_anything_runs(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     kind, *others = arguments
-    done = sweep(kind, "--folder", str(tmp_path / "study"), *others, timeout=30)
-    assert done.returncode == ConfigError.exit_code, done
+    done = sweep(kind, "--folder", str(tmp_path / "study"), *others, timeout=30).ended(
+        ConfigError.exit_code
+    )
     assert any(part in done.stderr for part in message.split("|")), done
     assert not (tmp_path / "study").exists()
 
@@ -188,8 +186,7 @@ def test_a_point_that_is_none_is_refused_before_mpi_starts(order: str, tmp_path:
 def test_a_failing_point_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     # a launcher that cannot start anything
     command = ["weak", "--models", "tiny", "--ranks", "1", "--folder", str(tmp_path)]
-    done = sweep(*command, env={"HPCZERO_LAUNCH": "false"})
-    assert done.returncode == ConfigError.exit_code, done
+    done = sweep(*command, env={"HPCZERO_LAUNCH": "false"}).ended(ConfigError.exit_code)
     assert "failed: tiny, stage 3, 1 rank(s)" in done.stderr
     assert "none of the 1 points" in done.stderr
 
@@ -229,8 +226,7 @@ def test_what_no_commit_names_is_measured_again(tmp_path: Path) -> None:
     command += ["--folder", str(tmp_path)]
     launcher = tmp_path / "launch"
     variables = {**write_launcher(launcher), "GIT_DIR": str(tmp_path / "nowhere")}  # no checkout
-    done = sweep(*command, env=variables)
-    assert done.returncode == 0, done
+    done = sweep(*command, env=variables).ended()
     assert read_rows(tmp_path / "sweep-weak.jsonl")[1]["commit"] == "unknown"
     launcher.write_text("#!/bin/sh\nexit 1\n")  # it is asked for the point: that is enough
     again = sweep(*command, env=variables)
