@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from hpczero.errors import ConfigError
 from hpczero.options.environment import fix_cublas_workspace
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.mpirun import run_alone
+from tests.helpers.runs import train
 
 PROGRAM = """
 import os, torch
@@ -44,42 +40,20 @@ def test_a_workspace_without_one_order_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forks")
 def test_an_operation_without_an_order_is_an_error_afterwards():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_alone(["-c", PROGRAM], 60).ended()
     assert "put_" in done.stdout
     assert "deterministic" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.limit(180)
-@pytest.mark.usefixtures("forks")
 def test_the_training_command_refuses_and_runs(tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text("the same bits in every run\n" * 400)
-    options = {
-        "parallel.deterministic": "true",
-        "parallel.device": "cpu",
-        "run.folder": tmp_path / "runs",
-        "data.path": text,
-        "data.cache": tmp_path / "cache",
-        "model.preset": "gpt-micro",
-        "train.steps": 2,
-        "evaluation.batches": 0,
-        "log.plot": "false",
-        "log.tensorboard": "false",
-    }
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     found = []
-    for workspace in (":0:0", ""):
+    for workspace, code in ((":0:0", 78), ("", 0)):
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
-        command = [sys.executable, "-m", "hpczero.train", *words]
-        found.append(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False))
+        changes = {"parallel__deterministic": "true", "parallel__device": "cpu", "train__steps": 2}
+        found.append(train(tmp_path, 1, **changes).ended(code))
     refused, ran = found
-    assert refused.returncode == 78, refused
     assert "CUBLAS_WORKSPACE_CONFIG: got ':0:0'" in refused.stderr
-    assert ran.returncode == 0, ran.stderr
     assert "cpu, deterministic operations alone" in ran.stdout + ran.stderr

@@ -18,6 +18,7 @@ from hpczero.run.evaluation import Evaluation, passes_of
 from hpczero.run.starting.building import build, decay_groups
 from hpczero.run.starting.reading import OwnBatches, OwnHeldOut, Rows
 from hpczero.run.step import TrainingStep
+from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
     from hpczero import Topology
@@ -100,8 +101,23 @@ def sharded_run(
     return [*figures, found.loss, *([] if found.metric is None else [found.metric])]
 
 
-def apart(ours: list[float], theirs: list[float]) -> float:
-    """The largest difference, relative where figures are above 1."""
-    return max(
-        abs(one - other) / max(1.0, abs(other)) for one, other in zip(ours, theirs, strict=True)
-    )
+def text_rows(adapter: Adapter, vocabulary: int) -> Rows:
+    """Forty sequences of random tokens, each token's target the next."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (40, adapter.context + 1), generator=draw)
+    return Rows((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), "rows")
+
+
+def check_losses(
+    topology: Topology, adapter: Adapter, training: Rows, held_out: Rows, **parallel: Any
+) -> list[float]:
+    """Shards have the figures of plain torch, which move; returns them. Collective."""
+    found = sharded_run(adapter, training, held_out, topology, **parallel)
+    expected = plain_run(adapter, training, held_out)
+    apart = [
+        abs(one - other) / max(1.0, abs(other)) for one, other in zip(found, expected, strict=True)
+    ]
+    comm = topology.world.comm
+    parallel_assert(comm, max(apart) <= 1e-6, f"{found} and {expected}")
+    parallel_assert(comm, abs(found[STEPS - 1] - found[0]) > 1e-4, f"nothing moved: {found}")
+    return found

@@ -15,10 +15,8 @@ from hpczero.errors import ConfigError
 from hpczero.models.config import LlamaConfig
 from hpczero.models.llama import Llama
 from hpczero.options.config import LayoutOptions
-from hpczero.run.starting.reading import Rows
-from tests.adapters.equal import apart, plain_run, sharded_run
+from tests.adapters.equal import check_losses, text_rows
 from tests.adapters.suite import AdapterSuite
-from tests.helpers.parallel import parallel_assert
 from tests.parallel.layouts import laid_out
 
 if TYPE_CHECKING:
@@ -134,10 +132,6 @@ LAYOUTS: list[dict[str, Any]] = [{"tensor": 2}, {"tensor": 2, "sequence": True},
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_parts_of_it_learn_what_the_whole_does(comm: MPI.Intracomm, layout: dict[str, Any]) -> None:
     adapter = TestLlama.make().with_vocabulary(12)
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(12, (40, adapter.context + 1), generator=draw)
-    rows = Rows((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), "rows")
-    expected = plain_run(adapter, rows, rows)
+    rows = text_rows(adapter, 12)
     with laid_out(comm, LayoutOptions(**layout)) as topology:
-        found = sharded_run(adapter, rows, rows, topology, stage=3, **layout)
-    parallel_assert(comm, apart(found, expected) <= 1e-6, f"{found} and {expected}")
+        check_losses(topology, adapter, rows, rows, stage=3, **layout)

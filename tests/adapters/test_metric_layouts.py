@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig
+from hpczero.options.config import LayoutOptions
+from hpczero.run.starting.reading import Rows
+from tests.adapters.equal import check_losses, sharded_run
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
+from tests.parallel.layouts import laid_out
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -51,28 +55,11 @@ class Inside(Guessing):
 
 def rows(number: int) -> Any:
     """The next token is the sum of the last two, mostly."""
-    from hpczero.run.starting.reading import Rows
-
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(7, (number, 9), generator=generator)
     for place in range(2, 9):
         tokens[:, place] = (tokens[:, place - 1] + tokens[:, place - 2]) % 7
     return Rows((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), "tokens")
-
-
-def figures(comm: MPI.Intracomm, adapter: GPTAdapter, **degrees: Any) -> list[float]:
-    """Losses and metric in a layout."""
-    import hpczero
-    from hpczero.options.config import LayoutOptions
-    from hpczero.plan.degrees import mesh_of
-    from tests.adapters.equal import sharded_run
-
-    mesh = mesh_of(LayoutOptions(**degrees), comm.size, comm.size)
-    topology = hpczero.Topology.create(comm, mesh=mesh)
-    try:
-        return sharded_run(adapter, rows(60), rows(20), topology, **degrees)
-    finally:
-        topology.free()
 
 
 LAYOUTS = [
@@ -87,12 +74,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 def test_metric_is_that_of_plain_torch(comm: MPI.Intracomm, degrees: dict[str, int]) -> None:
-    from tests.adapters.equal import apart, plain_run
-
-    expected = plain_run(Guessing(SMALL), rows(60), rows(20))
-    found = figures(comm, Guessing(SMALL), **degrees)
-    parallel_assert(comm, len(found) == len(expected), f"{len(found)} figures: no metric?")
-    parallel_assert(comm, apart(found, expected) < 2e-6, f"{found} {expected}")
+    with laid_out(comm, LayoutOptions(**degrees)) as topology:
+        found = check_losses(topology, Guessing(SMALL), rows(60), rows(20), **degrees)
     parallel_assert(comm, 0.1 < found[-1] < 1, f"a metric that says something: {found[-1]}")
 
 
@@ -103,9 +86,8 @@ def test_metric_is_that_of_plain_torch(comm: MPI.Intracomm, degrees: dict[str, i
 def test_metric_that_needs_other_stages_is_refused_on_every_rank(
     comm: MPI.Intracomm, kind: type[Guessing], said: str
 ) -> None:
-    raises_on_all(
-        comm,
-        ConfigError,
-        rf"{kind.__name__}.metric: with parallel.pipeline above 1 it may call model\(inputs\) once.*{said}",
-        lambda: figures(comm, kind(SMALL), pipeline=2),
-    )
+    said = rf"{kind.__name__}.metric: with parallel.pipeline above 1 it may call model\(inputs\) once.*{said}"
+    degrees = {"pipeline": 2}
+    with laid_out(comm, LayoutOptions(**degrees)) as topology:
+        given = kind(SMALL), rows(60), rows(20), topology
+        raises_on_all(comm, ConfigError, said, sharded_run, *given, **degrees)

@@ -14,7 +14,7 @@ BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->\n"
 SECTIONS = {
     **table.SECTIONS,
     "transformers, trained with `labels=...`": architectures.CONSTRUCTS,
-    "transformers, peft, accelerate": libraries.CONSTRUCTS,
+    "transformers, peft, accelerate": libraries.habits,
 }
 
 
@@ -34,7 +34,10 @@ def tables() -> str:
     lines = []
     for heading, constructs in SECTIONS.items():
         lines += [f"\n## {heading}\n", "| Code | Outcome | Note |", "|---|---|---|"]
-        lines += [f"| {each.says} | {outcome(each)} | {each.remark} |" for each in constructs]
+        lines += [
+            f"| {each.says[:1].upper()}{each.says[1:]} | {outcome(each)} | {each.remark} |"
+            for each in constructs
+        ]
     return "\n".join(lines) + "\n\n"
 
 

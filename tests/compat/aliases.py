@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.compat.construct import SHARDED, WIDTH, Construct, Net, Residual, net
+from tests.compat.construct import SHARDED, WIDTH, Habits, Net, Residual
+
+habits = Habits()
 
 
+@habits.block("tied-by-data", refused="lie in the same memory", remark="`b.weight = a.weight`")
 class TiedByData(Residual):
-    """Two parameters on one memory, as weights were tied in old code."""
+    """Two parameters on one memory (`a.weight.data = b.weight.data`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,8 +26,9 @@ class TiedByData(Residual):
         return self.outer(torch.tanh(self.inner(x)) * torch.sigmoid(self.again(x)))
 
 
+@habits.block("kept-transpose", refused="is a view of parameter", remark="take the view in forward")
 class KeptTranspose(Residual):
-    """A view of the weight, made once and used in every forward."""
+    """`self.t = self.weight.t()`, made once, used in every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +38,9 @@ class KeptTranspose(Residual):
         return self.outer(torch.tanh(x @ self.transposed))
 
 
+@habits.block("kept-data", refused="is a view of parameter", remark="use the weight itself")
 class KeptData(Residual):
-    """The weight's data under another name, used without a gradient of its own."""
+    """`self.w = self.weight.data`, used in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,15 +53,21 @@ class KeptData(Residual):
         return self.outer(torch.tanh(self.inner(x) + 0.5 * x @ self.still.t()))
 
 
+@habits.block("buffer-of-weight", refused="is a view of parameter", remark="use the weight itself")
 class BufferOfWeight(KeptData):
-    """A buffer that is the weight's memory."""
+    """A buffer on a weight's memory."""
 
     def keep(self, weight: Tensor) -> None:
         self.register_buffer("still", weight.detach())
 
 
+@habits.block(
+    "overlapping-pieces",
+    refused="lie in the same memory",
+    remark="take the pieces of one parameter in forward",
+)
 class Overlapping(Residual):
-    """Parameters that are pieces of one tensor, and share rows."""
+    """Parameters that are pieces of one tensor and share rows of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +78,7 @@ class Overlapping(Residual):
         return torch.tanh(x @ self.upper[:WIDTH]) @ self.lower[:WIDTH]
 
 
+@habits.block("pieces")
 class Pieces(Residual):
     """Parameters that are pieces of one tensor."""
 
@@ -79,6 +91,7 @@ class Pieces(Residual):
         return torch.tanh(x @ self.upper) @ self.lower
 
 
+@habits.block("not-contiguous")
 class Transposed(Residual):
     """A parameter that is not contiguous."""
 
@@ -97,7 +110,10 @@ class OwnParameter(nn.Parameter):
         return self * 2.0
 
 
+@habits.block("parameter-subclass")
 class OwnParameters(Residual):
+    """A subclass of `nn.Parameter` with attributes."""
+
     def __init__(self) -> None:
         super().__init__()
         self.matrix = OwnParameter(torch.randn(WIDTH, WIDTH) * 0.2)
@@ -108,8 +124,9 @@ class OwnParameters(Residual):
         return torch.tanh(x @ self.matrix.doubled())
 
 
+@habits.block("buffer-reassigned")
 class Reassigned(Residual):
-    """A running mean that forward replaces instead of changing it."""
+    """A buffer that forward replaces (`self.mean = 0.9 * self.mean + ...`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,8 +138,9 @@ class Reassigned(Residual):
         return super().forward(x - self.mean)
 
 
+@habits.block("buffer-late")
 class LateBuffer(Residual):
-    """A table that the first forward registers."""
+    """A buffer that the first forward registers."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "table"):
@@ -130,8 +148,12 @@ class LateBuffer(Residual):
         return super().forward(x) * self.table
 
 
+@habits.block("tensor-attribute")
 class PlainTensorState(Residual):
-    """A table that is no buffer, only an attribute, and a count beside it that every forward changes."""
+    """Tensors on attributes that are no buffers.
+
+    A table that is no buffer, only an attribute, and a count beside it that every forward changes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,21 +177,33 @@ class CachedWeight(Residual):
         return x + torch.tanh(x @ self.cache.t())
 
 
+@habits.model("cached-weight", block=CachedWeight)
 class TwiceWithCache(Net):
+    """A product of weights kept from one call of a block to the next."""
+
     def through(self, x: Any) -> Any:
         for block in self.blocks:
             block.cache = None
         return super().through(super().through(x))
 
 
+@habits.model(
+    "parent-reads", remark="call the block, or make the model the unit (`rule=`)", **SHARDED
+)
 class ParentReads(Net):
-    """The model reads a block's weight itself, through `.data`."""
+    """The model reads a block's weight through `.data`."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.blocks[0].inner.weight.data.abs().mean()
         return super().forward(x * scale)
 
 
+@habits.model(
+    "parent-uses",
+    stages=(0, 1, 2, 3),
+    remark="make the model the unit (`rule=`)",
+    **SHARDED,
+)
 class ParentMultiplies(Net):
     """The model uses a block's weight itself."""
 
@@ -177,8 +211,12 @@ class ParentMultiplies(Net):
         return super().forward(x + (x @ self.blocks[2].inner.weight.t())[:, :WIDTH])
 
 
+@habits.block("delegating-getattr")
 class Delegates(nn.Module):
-    """Attributes of the wrapped block show through."""
+    """A block whose `__getattr__` delegates.
+
+    Attributes of the wrapped block show through.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,89 +232,18 @@ class Delegates(nn.Module):
         return x + self.outer(torch.tanh(self.inner(x)))
 
 
+@habits.block("own-call")
 class OwnCall(Residual):
-    """`__call__` overridden."""
+    """A block with its own `__call__`."""
 
     def __call__(self, x: Tensor, *more: Any) -> Any:
         return super().__call__(x * 0.9, *more)
 
 
-CONSTRUCTS = [
-    Construct(
-        "tied-by-data",
-        "two parameters on one memory (`a.weight.data = b.weight.data`)",
-        net(TiedByData),
-        refused="lie in the same memory",
-        remark="`b.weight = a.weight`",
-    ),
-    Construct(
-        "overlapping-pieces",
-        "parameters that are pieces of one tensor and share rows of it",
-        net(Overlapping),
-        refused="lie in the same memory",
-        remark="take the pieces of one parameter in forward",
-    ),
-    Construct(
-        "kept-transpose",
-        "`self.t = self.weight.t()`, made once, used in every forward",
-        net(KeptTranspose),
-        refused="is a view of parameter",
-        remark="take the view in forward",
-    ),
-    Construct(
-        "kept-data",
-        "`self.w = self.weight.data`, used in forward",
-        net(KeptData),
-        refused="is a view of parameter",
-        remark="use the weight itself",
-    ),
-    Construct(
-        "buffer-of-weight",
-        "a buffer on a weight's memory",
-        net(BufferOfWeight),
-        refused="is a view of parameter",
-        remark="use the weight itself",
-    ),
-    Construct("pieces", "parameters that are pieces of one tensor", net(Pieces)),
-    Construct("not-contiguous", "a parameter that is not contiguous", net(Transposed)),
-    Construct(
-        "parameter-subclass", "a subclass of `nn.Parameter` with attributes", net(OwnParameters)
-    ),
-    Construct(
-        "buffer-reassigned",
-        "a buffer that forward replaces (`self.mean = 0.9 * self.mean + ...`)",
-        net(Reassigned),
-    ),
-    Construct("buffer-late", "a buffer that the first forward registers", net(LateBuffer)),
-    Construct(
-        "tensor-attribute", "tensors on attributes that are no buffers", net(PlainTensorState)
-    ),
-    Construct(
-        "cached-weight",
-        "a product of weights kept from one call of a block to the next",
-        net(CachedWeight, TwiceWithCache),
-    ),
-    Construct(
-        "parent-reads",
-        "the model reads a block's weight through `.data`",
-        net(kind=ParentReads),
-        **SHARDED,
-        remark="call the block, or make the model the unit (`rule=`)",
-    ),
-    Construct(
-        "parent-uses",
-        "the model uses a block's weight itself",
-        net(kind=ParentMultiplies),
-        **SHARDED,
-        remark="make the model the unit (`rule=`)",
-    ),
-    Construct(
-        "blocks-by-forward",
-        "the model calls `block.forward(x)`",
-        net(call=lambda block, x: block.forward(x)),
-        **SHARDED,
-        remark="`block(x)`",
-    ),
-    Construct("delegating-getattr", "a block whose `__getattr__` delegates", net(Delegates)),
-    Construct("own-call", "a block with its own `__call__`", net(OwnCall)),
-]
+habits.add(
+    "blocks-by-forward",
+    "the model calls `block.forward(x)`",
+    call=lambda block, x: block.forward(x),
+    remark="`block(x)`",
+    **SHARDED,
+)

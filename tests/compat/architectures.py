@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.compat.construct import Construct, Place, seeded
+from tests.compat.construct import Construct, Place
+from tests.helpers.small_models import seeded
 
 VOCABULARY = 40
 SMALL = {

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.compat.construct import WIDTH, Construct, Net, Place, Residual, net, vectors
+from tests.compat.construct import Habits, Net, Place, Residual, vectors
+
+habits = Habits()
 
 
 class Appends(Residual):
@@ -22,7 +25,10 @@ class Appends(Residual):
         return x
 
 
+@habits.model("appends-to-list", block=Appends)
 class SumsAList(Net):
+    """A block appends to a list it is given."""
+
     def through(self, x: Any) -> Any:
         found: list[Tensor] = []
         for block in self.blocks:
@@ -41,20 +47,25 @@ class Up(Residual):
         return self.branch(x + skips.pop())
 
 
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(Down() for _ in range(2))
-        self.up = nn.ModuleList(Up() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3)
+@habits.model("unet-skips")
+class UNet(Net):
+    """U-Net: skips pushed to and popped from one list."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__(block)
+        self.blocks = nn.ModuleList([Down(), Down(), Up(), Up()])
+
+    def through(self, x: Any) -> Any:
         skips: list[Tensor] = []
-        for block in [*self.down, *self.up]:
+        for block in self.blocks:
             x = block(x, skips)
         assert not skips, "every skip was used"
-        y: Tensor = self.head(x)
-        return y
+        return x
+
+
+def with_auxiliary(model: nn.Module, batch: Any) -> Tensor:
+    output, auxiliary = model(batch[0])
+    return F.mse_loss(output, batch[1]) + 0.3 * auxiliary
 
 
 class AddsAuxiliaryLoss(Residual):
@@ -64,7 +75,10 @@ class AddsAuxiliaryLoss(Residual):
         return x + y
 
 
+@habits.model("auxiliary-losses-in-list", block=AddsAuxiliaryLoss, loss=with_auxiliary)
 class AuxiliaryLosses(Net):
+    """Auxiliary losses collected in a list argument."""
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         losses: list[Tensor] = []
         x = self.stem(x)
@@ -73,34 +87,21 @@ class AuxiliaryLosses(Net):
         return self.head(x), torch.stack(losses).sum()
 
 
-def with_auxiliary(model: nn.Module, batch: Any) -> Tensor:
-    output, auxiliary = model(batch[0])
-    return F.mse_loss(output, batch[1]) + 0.3 * auxiliary
-
-
 class WritesState(Residual):
     def forward(self, state: dict[str, Tensor]) -> None:
         state["previous"] = state["h"]
         state["h"] = super().forward(state["h"]) + 0.1 * state.get("previous", 0)
 
 
+@habits.model("writes-dict", block=WritesState)
 class SharedState(Net):
+    """A block returns nothing and writes into a dict argument."""
+
     def through(self, x: Any) -> Any:
         state = {"h": x}
         for block in self.blocks:
             block(state)
         return state["h"] * state["previous"]
-
-
-class GainsLogits(Net):
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        batch["logits"] = super().forward(batch["x"])
-        return batch
-
-
-class GainsLogitsSilently(Net):
-    def forward(self, batch: dict[str, Tensor]) -> None:
-        batch["logits"] = super().forward(batch["x"])
 
 
 def named(place: Place) -> dict[str, Tensor]:
@@ -113,7 +114,27 @@ def loss_of_batch(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(batch["logits"], batch["y"])
 
 
+@habits.model("batch-gains-logits", batch=named, loss=loss_of_batch)
+class GainsLogits(Net):
+    """The model writes `logits` into the batch dict and returns it."""
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        batch["logits"] = super().forward(batch["x"])
+        return batch
+
+
+@habits.model("batch-gains-logits-silently", batch=named, loss=loss_of_batch)
+class GainsLogitsSilently(Net):
+    """The model writes `logits` into the batch dict and returns nothing."""
+
+    def forward(self, batch: dict[str, Tensor]) -> None:
+        batch["logits"] = super().forward(batch["x"])
+
+
+@habits.block("identity-of-arguments", call=lambda block, x: block(x, context=x))
 class AsksIdentity(Residual):
+    """`if context is x` between two arguments."""
+
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         return self.branch(x) if context is x else super().forward(x)
 
@@ -135,7 +156,10 @@ class WritesContext(Residual):
         return x + context.scale * context.h
 
 
+@habits.model("context-object", block=WritesContext, loss=with_auxiliary)
 class ContextNet(Net):
+    """Results written to attributes of a context object."""
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         context = Context()
         x = self.stem(x)
@@ -153,7 +177,10 @@ class CachesKeys(Residual):
         return y
 
 
+@habits.model("key-value-cache", block=CachesKeys)
 class KeyValueCache(Net):
+    """A cache list whose items a block replaces."""
+
     def forward(self, x: Tensor) -> Tensor:
         cache: list[Any] = [None] * len(self.blocks)
         for part in x.split(2):
@@ -173,7 +200,10 @@ class TakesPair(Residual):
         return pair._replace(x=self.branch(pair.x), memory=memory)
 
 
+@habits.model("namedtuple-argument", block=TakesPair)
 class PairNet(Net):
+    """A namedtuple in and out of each block."""
+
     def through(self, x: Any) -> Any:
         pair = super().through(Pair(x, torch.zeros_like(x)))
         return pair.x + pair.memory
@@ -185,7 +215,10 @@ class KeywordsOnly(Residual):
         return super().forward(x if mask is None else x * mask)
 
 
+@habits.model("keywords-only", block=KeywordsOnly)
 class CalledByKeywords(Net):
+    """Blocks called by keywords only, with `**kwargs`."""
+
     def through(self, x: Any) -> Any:
         seen: list[Tensor] = []
         for block in self.blocks:
@@ -193,14 +226,20 @@ class CalledByKeywords(Net):
         return x + seen[0]
 
 
+@habits.block("none-arguments", call=lambda block, x: block(x, None, (None, None)))
 class NonePositional(Residual):
+    """`None` among positional arguments (`*args`)."""
+
     def forward(self, *args: Any) -> Tensor:
         assert args[1] is None
         assert args[2] == (None, None)
         return super().forward(args[0])
 
 
+@habits.block("mutable-default")
 class MutableDefault(Residual):
+    """A mutable default argument that counts calls."""
+
     def forward(self, x: Tensor, seen: dict[str, int] = {}) -> Tensor:  # noqa: B006
         seen["calls"] = seen.get("calls", 0) + 1
         return super().forward(x) * (1.0 if seen["calls"] else 0.0)
@@ -220,81 +259,12 @@ class TakesMapping(Residual):
         return both
 
 
+@habits.model("mapping-subclass-argument", block=TakesMapping)
 class MappingNet(Net):
+    """A dict subclass passed through blocks."""
+
     def through(self, x: Any) -> Any:
         both = Multiplies(a=x, b=torch.sigmoid(x))
         for block in self.blocks:
             assert block(both) is both
         return both.product()
-
-
-CONSTRUCTS = [
-    Construct("appends-to-list", "a block appends to a list it is given", net(Appends, SumsAList)),
-    Construct(
-        "unet-skips",
-        "U-Net: skips pushed to and popped from one list",
-        lambda: net(kind=lambda _: UNet())(),
-    ),
-    Construct(
-        "auxiliary-losses-in-list",
-        "auxiliary losses collected in a list argument",
-        net(AddsAuxiliaryLoss, AuxiliaryLosses),
-        loss=with_auxiliary,
-    ),
-    Construct(
-        "writes-dict",
-        "a block returns nothing and writes into a dict argument",
-        net(WritesState, SharedState),
-    ),
-    Construct(
-        "batch-gains-logits",
-        "the model writes `logits` into the batch dict and returns it",
-        net(kind=GainsLogits),
-        batch=named,
-        loss=loss_of_batch,
-    ),
-    Construct(
-        "batch-gains-logits-silently",
-        "the model writes `logits` into the batch dict and returns nothing",
-        net(kind=GainsLogitsSilently),
-        batch=named,
-        loss=loss_of_batch,
-    ),
-    Construct(
-        "identity-of-arguments",
-        "`if context is x` between two arguments",
-        net(AsksIdentity, call=lambda block, x: block(x, context=x)),
-    ),
-    Construct(
-        "context-object",
-        "results written to attributes of a context object",
-        net(WritesContext, ContextNet),
-        loss=with_auxiliary,
-    ),
-    Construct(
-        "key-value-cache",
-        "a cache list whose items a block replaces",
-        net(CachesKeys, KeyValueCache),
-    ),
-    Construct(
-        "namedtuple-argument", "a namedtuple in and out of each block", net(TakesPair, PairNet)
-    ),
-    Construct(
-        "keywords-only",
-        "blocks called by keywords only, with `**kwargs`",
-        net(KeywordsOnly, CalledByKeywords),
-    ),
-    Construct(
-        "none-arguments",
-        "`None` among positional arguments (`*args`)",
-        net(NonePositional, call=lambda block, x: block(x, None, (None, None))),
-    ),
-    Construct(
-        "mutable-default", "a mutable default argument that counts calls", net(MutableDefault)
-    ),
-    Construct(
-        "mapping-subclass-argument",
-        "a dict subclass passed through blocks",
-        net(TakesMapping, MappingNet),
-    ),
-]

@@ -10,16 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
-from tests.compat.construct import (
-    WIDTH,
-    Construct,
-    Net,
-    Place,
-    Training,
-    of_net,
-    plain_step,
-    seeded,
-)
+from tests.compat.construct import WIDTH, Habits, Net, Place, Training, plain_step
+from tests.helpers.small_models import seeded
+
+habits = Habits()
 
 
 def keep_teacher(training: Training) -> None:
@@ -38,7 +32,9 @@ def distil(training: Training) -> None:
     training.mean(loss).backward()
 
 
+@habits.step("mean-teacher", backward=distil, before=keep_teacher)
 def follow(training: Training) -> None:
+    """An EMA teacher: a plain copy made before zeroify."""
     plain_step(training)
     teacher = training.kept["teacher"]
     with torch.no_grad(), training.whole(training.model):
@@ -51,7 +47,11 @@ def average_before(training: Training) -> None:
     training.kept["average"] = AveragedModel(training.model)
 
 
+@habits.step(
+    "averaged-model", before=average_before, remark="`gathered` around `update_parameters`"
+)
 def average(training: Training) -> None:
+    """`AveragedModel`, made before zeroify."""
     plain_step(training)
     with training.whole(training.model):
         training.kept["average"].update_parameters(training.model)
@@ -62,8 +62,9 @@ def against_other(training: Training) -> None:
     training.kept["other"] = seeded(Net, 9).requires_grad_(False)
 
 
+@habits.backward("perceptual", after=against_other)
 def through_other(training: Training) -> None:
-    """A perceptual loss: the gradient passes through a plain network."""
+    """A loss through a plain frozen network."""
     other = training.kept["other"]
 
     def loss(place: Place) -> Tensor:
@@ -96,8 +97,9 @@ def children(model: nn.Module) -> list[nn.Module]:
     return list(model.children())
 
 
+@habits.step("gan", build=lambda: seeded(Adversaries), parts=children)
 def gan(training: Training) -> None:
-    """Two models, two optimizers; detach for one, gradients thrown away for the other."""
+    """A GAN: two models, two optimizers, `detach`."""
     generator, discriminator = training.models
     first, second = training.optimizers
 
@@ -119,8 +121,9 @@ def gan(training: Training) -> None:
     first.step()
 
 
+@habits.step("actor-critic", build=lambda: seeded(Adversaries), parts=children)
 def actor_critic(training: Training) -> None:
-    """One loss over two models, one backward, two steps."""
+    """One loss over two models."""
     for optimizer in training.optimizers:
         optimizer.zero_grad()
 
@@ -134,48 +137,12 @@ def actor_critic(training: Training) -> None:
         optimizer.step()
 
 
-CONSTRUCTS = [
-    of_net(
-        "mean-teacher",
-        "an EMA teacher: a plain copy made before zeroify",
-        follow,
-        backward=distil,
-        before=keep_teacher,
-    ),
-    of_net(
-        "averaged-model",
-        "`AveragedModel`, made before zeroify",
-        average,
-        before=average_before,
-        remark="`gathered` around `update_parameters`",
-    ),
-    of_net(
-        "perceptual",
-        "a loss through a plain frozen network",
-        backward=through_other,
-        after=against_other,
-    ),
-    Construct(
-        "gan",
-        "a GAN: two models, two optimizers, `detach`",
-        lambda: seeded(Adversaries),
-        parts=children,
-        step=gan,
-    ),
-    Construct(
-        "shared-encoder",
-        "two models share a module, and each is zeroified",
-        lambda: seeded(SharedEncoder),
-        parts=children,
-        step=actor_critic,
-        refused="belongs to a model that was zeroified already",
-        remark="one module that holds both, one optimizer",
-    ),
-    Construct(
-        "actor-critic",
-        "one loss over two models",
-        lambda: seeded(Adversaries),
-        parts=children,
-        step=actor_critic,
-    ),
-]
+habits.add(
+    "shared-encoder",
+    "two models share a module, and each is zeroified",
+    build=lambda: seeded(SharedEncoder),
+    parts=children,
+    step=actor_critic,
+    refused="belongs to a model that was zeroified already",
+    remark="one module that holds both, one optimizer",
+)

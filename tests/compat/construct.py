@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from tests.helpers.small_models import seeded
+
 # Of the largest magnitude in a tensor; the reason is in tests/equality/reference.py.
 TOLERANCE = 1e-6
 # Roundings to bf16: the ranks' factor comes before them in one process, after the sum in hpczero.
 BF16 = 1e-2
-M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 WIDTH = 6
 Batch = Any
 # What constructs are refused with more than once.
@@ -198,18 +201,6 @@ class Construct:
         return self.refused if stage in stages else ""
 
 
-def seeded(build: Callable[[], M], seed: int = 5) -> M:
-    """``build()`` with the same values on every call, none of them zero."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = build()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.is_floating_point() or parameter.is_complex():
-                    parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
 class Residual(nn.Module):
     """The innocent block: two layers beside a shortcut."""
 
@@ -274,6 +265,7 @@ def net(
 def in_blocks(change: Callable[[Any], object]) -> Callable[[Any], None]:
     """For ``net``: changes each block."""
 
+    @wraps(change)
     def each(model: Any) -> None:
         for block in model.blocks:
             change(block)
@@ -300,8 +292,74 @@ def the_wrapper(training: Training) -> Any:
     return training.kept["wrapper"]
 
 
-def of_net(
-    name: str, says: str, step: Callable[[Training], None] = plain_step, **more: Any
-) -> Construct:
-    """A construct of the innocent net."""
-    return Construct(name, says, more.pop("build", net()), step=step, **more)
+def said(code: object) -> str:
+    """The first line of its docstring."""
+    return (code.__doc__ or "").partition("\n")[0].removesuffix(".")
+
+
+class Habits(list[Construct]):
+    """The constructs of one table.
+
+    A decorator adds one: what stands below it is that part of the construct, and the first line of its docstring is the
+    line of the table. ``more`` is what else differs from the innocent net and the plain step, by the names of
+    ``Construct`` and ``net``; ``model`` is the ``kind`` of net.
+    """
+
+    def add(
+        self,
+        name: str,
+        says: str,
+        *,
+        build: Callable[[], nn.Module] | None = None,
+        block: Callable[[], nn.Module] = Residual,
+        model: Callable[..., nn.Module] = Net,
+        change: Callable[[Any], object] = lambda model: None,
+        **more: Any,
+    ) -> None:
+        """A construct without code of its own."""
+        methods = {each: more.pop(each) for each in ("call", "read") if each in more}
+        build = build or net(block, model, change=change, **methods)
+        self.append(Construct(name, says, build, **more))
+
+    def part(self, part: str, name: str, more: dict[str, Any]) -> Callable[[T], T]:
+        def add(code: T) -> T:
+            self.add(name, said(code), **{part: code}, **more)
+            return code
+
+        return add
+
+    def build(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("build", name, more)
+
+    def block(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("block", name, more)
+
+    def model(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("model", name, more)
+
+    def change(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("change", name, more)
+
+    def call(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("call", name, more)
+
+    def batch(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("batch", name, more)
+
+    def loss(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("loss", name, more)
+
+    def optimizer(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("optimizer", name, more)
+
+    def step(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("step", name, more)
+
+    def backward(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("backward", name, more)
+
+    def before(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("before", name, more)
+
+    def after(self, name: str, **more: Any) -> Callable[[T], T]:
+        return self.part("after", name, more)

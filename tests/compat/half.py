@@ -20,14 +20,14 @@ from tests.compat import (
     recomputation,
     zeroing,
 )
-from tests.compat.construct import Construct, Net, Place, Training, net, of_net, vectors
+from tests.compat.construct import Construct, Habits, Net, Place, Training, vectors
 
 # Of the largest magnitude: a rounding to bf16 is 4e-3, to fp16 5e-4, and three steps have many of them.
 TOLERANCES = {"bf16": 5e-2, "fp16": 1e-2}
 AGAIN = {
     each.name: each
     for module in (arguments, autograd, gradients, in_place, loops, outputs, recomputation, zeroing)
-    for each in module.CONSTRUCTS
+    for each in module.habits
 }
 NAMES = (
     "batch-gains-logits",
@@ -52,34 +52,41 @@ NAMES = (
 )
 
 
-class ChangesInput(Net):
-    """The model changes the tensor it is given, and the caller reads it afterwards."""
+OWN = Habits()
 
+
+class ChangesInput(Net):
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(0.5)
         return super().forward(x)
 
 
+@OWN.loss("changes-input", model=ChangesInput)
 def reads_input(model: nn.Module, batch: Any) -> Tensor:
+    """The model changes its input in place, and the caller reads it."""
     x, y = batch
     return F.mse_loss(model(x) + x[:, :3], y)
 
 
 class SameContainer(Net):
-    """Asks whether two arguments are one."""
-
     def forward(self, batch: dict[str, Tensor], again: dict[str, Tensor]) -> Tensor:
         y = super().forward(batch["x"])
         return y if again is batch else y * 2
 
 
+@OWN.loss("same-container", model=SameContainer)
 def given_twice(model: nn.Module, batch: Any) -> Tensor:
+    """One dict given twice: `again is batch`."""
     named = {"x": batch[0]}
     return F.mse_loss(model(named, named), batch[1])
 
 
+@OWN.backward("input-gradients")
 def input_gradients(training: Training) -> None:
-    """Gradients of inputs have no loss scale in them."""
+    """`torch.autograd.grad` of inputs, logged.
+
+    Gradients of inputs have no loss scale in them.
+    """
     x, y = vectors(Place(0, training.step))
     x.requires_grad_()
     (slope,) = torch.autograd.grad(F.mse_loss(training.model(x), y), x)
@@ -87,27 +94,11 @@ def input_gradients(training: Training) -> None:
     training.loss().backward()
 
 
+@OWN.batch("inputs-need-gradients")
 def with_leaf(place: Place) -> Any:
+    """Inputs that need gradients."""
     x, y = vectors(place)
     return x.requires_grad_(place.rank == 0), y
-
-
-OWN = [
-    Construct(
-        "changes-input",
-        "the model changes its input in place, and the caller reads it",
-        net(kind=ChangesInput),
-        loss=reads_input,
-    ),
-    Construct(
-        "same-container",
-        "one dict given twice: `again is batch`",
-        net(kind=SameContainer),
-        loss=given_twice,
-    ),
-    of_net("input-gradients", "`torch.autograd.grad` of inputs, logged", backward=input_gradients),
-    of_net("inputs-need-gradients", "inputs that need gradients", batch=with_leaf),
-]
 
 
 REFUSED = {
@@ -128,7 +119,7 @@ def halved(construct: Construct, precision: str) -> Construct:
     )
 
 
-CONSTRUCTS = [
+habits = [
     halved(each, precision)
     for precision in TOLERANCES
     for each in [*OWN, *(AGAIN[name] for name in NAMES)]

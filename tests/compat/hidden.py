@@ -14,22 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.compat.construct import (
-    WIDTH,
-    Construct,
-    Net,
-    Residual,
-    Training,
-    net,
-    of_net,
-    plain_step,
-)
+from tests.compat.construct import WIDTH, Habits, Net, Residual, Training, plain_step
+
+habits = Habits()
 
 BOARD: list[Tensor] = []  # of the program: no module holds it
 
 
+def with_board(model: nn.Module, batch: Any) -> Tensor:
+    BOARD.clear()
+    loss = F.mse_loss(model(batch[0]), batch[1]) + torch.stack(BOARD).sum()
+    BOARD.clear()
+    return loss
+
+
+@habits.block("posts-branch", loss=with_board)
 class PostsBranch(Residual):
-    """A second branch, made last, whose result goes to the program's list beside the block's own output."""
+    """A second branch of a block, appended to a list of the program's."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -37,14 +38,18 @@ class PostsBranch(Residual):
         return y
 
 
+@habits.block("posts-first", loss=with_board)
 class PostsFirst(Residual):
+    """The same, made before the block's own output."""
+
     def forward(self, x: Tensor) -> Tensor:
         BOARD.append(torch.tanh(self.inner(x) * 0.5).square().mean())
         return super().forward(x)
 
 
+@habits.block("posts-penalty", loss=with_board)
 class PostsPenalty(Residual):
-    """A penalty on the block's own weights."""
+    """A penalty on its own weights, appended to a list of the program's."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -59,16 +64,11 @@ class PostsAll(Residual):
         BOARD.append(super().forward(x))
 
 
+@habits.call("posts-all", block=PostsAll)
 def taken_from_board(block: Any, x: Tensor) -> Tensor:
+    """A block's only output, appended to a list of the program's."""
     block(x)
     return BOARD.pop()
-
-
-def with_board(model: nn.Module, batch: Any) -> Tensor:
-    BOARD.clear()
-    loss = F.mse_loss(model(batch[0]), batch[1]) + torch.stack(BOARD).sum()
-    BOARD.clear()
-    return loss
 
 
 class CallsBack(Residual):
@@ -76,7 +76,10 @@ class CallsBack(Residual):
         give(super().forward(x))
 
 
+@habits.model("calls-back", block=CallsBack)
 class TakesCalls(Net):
+    """A block gives its output to a callback."""
+
     def through(self, x: Any) -> Any:
         found = [x]
         for block in self.blocks:
@@ -84,12 +87,18 @@ class TakesCalls(Net):
         return found[-1]
 
 
+@habits.block("partial-output", call=lambda block, x: block(x)())
 class ReturnsPartial(Residual):
+    """A block returns a `functools.partial`."""
+
     def forward(self, x: Tensor) -> Callable[[], Tensor]:
         return partial(torch.add, x, self.branch(x))
 
 
+@habits.block("future-output", call=lambda block, x: block(x).wait())
 class ReturnsFuture(Residual):
+    """A block returns a `torch.futures.Future`."""
+
     def forward(self, x: Tensor) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(super().forward(x))
@@ -104,7 +113,9 @@ class SetsContext(Residual):
         LOCAL.set(super().forward(x))
 
 
+@habits.call("context-variable", block=SetsContext)
 def from_context(block: Any, x: Tensor) -> Any:
+    """A block sets a `ContextVar`."""
     block(x)
     return LOCAL.get()
 
@@ -119,12 +130,18 @@ class ManyOutputs(Residual):
         ]
 
 
+@habits.call("many-outputs", block=ManyOutputs)
 def elements_of(block: Any, x: Tensor) -> Tensor:
+    """A block returns 2,400 dicts of tensors."""
     return torch.stack([each["element"] for each in block(x)][::100]).view(4, WIDTH)
 
 
+@habits.model("block-in-thread")
 class InThread(Net):
-    """One of the blocks runs in a thread of the program's."""
+    """A block runs in a thread.
+
+    One of the blocks runs in a thread of the program's.
+    """
 
     def call(self, block: Any, x: Any) -> Any:
         if block is not self.blocks[1]:
@@ -133,27 +150,37 @@ class InThread(Net):
             return pool.submit(block, x).result()
 
 
+@habits.model("forward-in-thread")
 class AllInThread(Net):
+    """The forward runs in a thread, backward in another."""
+
     def forward(self, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(super().forward, x).result()
 
 
+@habits.step("step-in-thread")
 def step_in_thread(training: Training) -> None:
-    """Forward, backward and step on a thread that is not the first."""
+    """The whole step runs in a thread."""
     thread = threading.Thread(target=plain_step, args=(training,))
     thread.start()
     thread.join()
 
 
+@habits.backward("backward-in-thread")
 def backward_in_thread(training: Training) -> None:
+    """Backward runs in a thread."""
     thread = threading.Thread(target=training.loss().backward)
     thread.start()
     thread.join()
 
 
+@habits.block("equilibrium")
 class Equilibrium(nn.Module):
-    """A fixed point, differentiated at the fixed point: autograd.grad inside a backward hook."""
+    """A deep equilibrium: `autograd.grad` inside a backward hook.
+
+    A fixed point, differentiated at the fixed point: autograd.grad inside a backward hook.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,15 +230,25 @@ class Reverses(torch.autograd.Function):
         return found[0], None, *found[1:]
 
 
+@habits.block("reversible")
 class Reversible(Residual):
-    """The adjoint method: parameters are arguments of an own function."""
+    """An adjoint: a function that runs its own backward in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + Reverses.apply(x, self, *self.parameters())
 
 
+@habits.step(
+    "old-graph",
+    by_torch=True,
+    refused="modified by an inplace operation",
+    remark="torch says so too",
+)
 def old_graph(training: Training) -> None:
-    """Backward through a forward from before the step; torch refuses it: weights were changed."""
+    """Backward through a graph from before the step.
+
+    Backward through a forward from before the step; torch refuses it: weights were changed.
+    """
     training.optimizer.zero_grad()
     first, second = training.loss(0), training.loss(1)
     first.backward()
@@ -219,73 +256,3 @@ def old_graph(training: Training) -> None:
     training.optimizer.zero_grad()
     second.backward()
     training.optimizer.step()
-
-
-CONSTRUCTS = [
-    Construct(
-        "posts-branch",
-        "a second branch of a block, appended to a list of the program's",
-        net(PostsBranch),
-        loss=with_board,
-    ),
-    Construct(
-        "posts-first",
-        "the same, made before the block's own output",
-        net(PostsFirst),
-        loss=with_board,
-    ),
-    Construct(
-        "posts-penalty",
-        "a penalty on its own weights, appended to a list of the program's",
-        net(PostsPenalty),
-        loss=with_board,
-    ),
-    Construct(
-        "posts-all",
-        "a block's only output, appended to a list of the program's",
-        net(PostsAll, call=taken_from_board),
-    ),
-    Construct("calls-back", "a block gives its output to a callback", net(CallsBack, TakesCalls)),
-    Construct(
-        "partial-output",
-        "a block returns a `functools.partial`",
-        net(ReturnsPartial, call=lambda block, x: block(x)()),
-    ),
-    Construct(
-        "future-output",
-        "a block returns a `torch.futures.Future`",
-        net(ReturnsFuture, call=lambda block, x: block(x).wait()),
-    ),
-    Construct(
-        "context-variable", "a block sets a `ContextVar`", net(SetsContext, call=from_context)
-    ),
-    Construct(
-        "many-outputs", "a block returns 2,400 dicts of tensors", net(ManyOutputs, call=elements_of)
-    ),
-    Construct("block-in-thread", "a block runs in a thread", net(kind=InThread)),
-    Construct(
-        "forward-in-thread",
-        "the forward runs in a thread, backward in another",
-        net(kind=AllInThread),
-    ),
-    of_net("step-in-thread", "the whole step runs in a thread", step_in_thread),
-    of_net("backward-in-thread", "backward runs in a thread", backward=backward_in_thread),
-    Construct(
-        "equilibrium",
-        "a deep equilibrium: `autograd.grad` inside a backward hook",
-        net(Equilibrium),
-    ),
-    Construct(
-        "reversible",
-        "an adjoint: a function that runs its own backward in backward",
-        net(Reversible),
-    ),
-    of_net(
-        "old-graph",
-        "backward through a graph from before the step",
-        old_graph,
-        by_torch=True,
-        refused="modified by an inplace operation",
-        remark="torch says so too",
-    ),
-]

@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.compat.construct import WIDTH, Construct, Net, Residual, net
+from tests.compat.construct import WIDTH, Habits, Net, Residual
+
+habits = Habits()
 
 
+@habits.block("in-place-add")
 class InPlaceAdd(Residual):
+    """`h += f(h)` in a block that returns `h`."""
+
     def forward(self, h: Tensor) -> Tensor:
         h += self.outer(self.inner(torch.tanh(h)))  # nothing here keeps h for backward
         return h
@@ -22,7 +27,10 @@ class InPlaceAddWithoutReturn(Residual):
         h += self.outer(self.inner(torch.tanh(h)))
 
 
+@habits.model("in-place-add-no-return", block=InPlaceAddWithoutReturn)
 class TrustsInPlace(Net):
+    """`h += f(h)` in a block that returns nothing."""
+
     def through(self, x: Any) -> Any:
         h = torch.tanh(x) * 1.5
         for block in self.blocks:
@@ -35,7 +43,10 @@ class FillsColumn(Residual):
         out[i] = self.branch(x)
 
 
+@habits.model("fills-out", block=FillsColumn)
 class FilledByBlocks(Net):
+    """`out[i] = f(x)` into a tensor argument."""
+
     def through(self, x: Any) -> Any:
         out = torch.zeros(len(self.blocks), *x.shape)
         for i, block in enumerate(self.blocks):
@@ -48,7 +59,9 @@ class InPlaceActivation(nn.Sequential):
         super().__init__(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
+@habits.call("in-place-activation", block=InPlaceActivation)
 def read_afterwards(block: Any, x: Tensor) -> Any:
+    """`nn.ReLU(inplace=True)` on a block's input, which the caller reads afterwards."""
     h = x * 1.5
     return block(h) + h  # h went through the block's ReLU
 
@@ -59,32 +72,12 @@ class ScalesElement(Residual):
         return tensors[0]
 
 
+@habits.model("in-place-in-list", block=ScalesElement)
 class ScaledInList(Net):
+    """In-place on a tensor inside a list argument."""
+
     def through(self, x: Any) -> Any:
         h = x * 2.0
         for block in self.blocks:
             block([h, x])
         return h
-
-
-CONSTRUCTS = [
-    Construct("in-place-add", "`h += f(h)` in a block that returns `h`", net(InPlaceAdd)),
-    Construct(
-        "in-place-add-no-return",
-        "`h += f(h)` in a block that returns nothing",
-        net(InPlaceAddWithoutReturn, TrustsInPlace),
-    ),
-    Construct(
-        "fills-out", "`out[i] = f(x)` into a tensor argument", net(FillsColumn, FilledByBlocks)
-    ),
-    Construct(
-        "in-place-activation",
-        "`nn.ReLU(inplace=True)` on a block's input, which the caller reads afterwards",
-        net(InPlaceActivation, call=read_afterwards),
-    ),
-    Construct(
-        "in-place-in-list",
-        "in-place on a tensor inside a list argument",
-        net(ScalesElement, ScaledInList),
-    ),
-]

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from tests.compat.construct import WIDTH, Construct, Net, Place, Residual, net
+from tests.compat.construct import WIDTH, Habits, Net, Place, Residual
+
+habits = Habits()
 
 
 class Around(nn.Module):
@@ -38,8 +40,8 @@ def around(
     layer: Callable[[], nn.Module],
     call: Callable[[Any, Tensor], Tensor] = plainly,
     **more: Any,
-) -> Construct:
-    return Construct(name, says, net(lambda: Around(layer, call)), **more)
+) -> None:
+    habits.add(name, says, block=lambda: Around(layer, call), **more)
 
 
 def as_image(layer: nn.Module, x: Tensor) -> Tensor:
@@ -119,11 +121,17 @@ class Words(Net):
         return x.mean(1) if x.dim() == 3 else x
 
 
-def of_words(name: str, says: str, table: Callable[[], nn.Module], **more: Any) -> Construct:
-    def change(model: Any) -> None:
-        model.stem = table()
+def of_words(
+    name: str, options: dict[str, Any], kind: type[nn.Module] = nn.Embedding, **more: Any
+) -> None:
+    said = ", ".join(f"{key}={value}" for key, value in options.items())
 
-    return Construct(name, says, net(kind=Words, change=change), batch=words, **more)
+    def change(model: Any) -> None:
+        model.stem = kind(7, WIDTH, **options)
+
+    habits.add(
+        name, f"`nn.{kind.__name__}({said})`", model=Words, change=change, batch=words, **more
+    )
 
 
 def batch_first_transformer() -> nn.Module:
@@ -138,131 +146,120 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
 
 
-CONSTRUCTS = [
-    around("conv1d", "`nn.Conv1d`", lambda: nn.Conv1d(2, 2, 3, padding=1), as_image),
-    around(
-        "conv2d-grouped",
-        "`nn.Conv2d`, grouped and dilated",
-        lambda: nn.Conv2d(1, 2, (1, 2), dilation=(1, 2), padding="same", bias=False),
-        lambda m, x: m(x.view(4, 1, 2, 3)).mean(1).flatten(1),
-    ),
-    around("conv3d", "`nn.Conv3d`", lambda: nn.Conv3d(1, 1, 3, padding=1), as_volume),
-    around(
-        "conv-transposed",
-        "`nn.ConvTranspose1d`",
-        lambda: nn.ConvTranspose1d(2, 2, 3, stride=2),
-        up_and_pooled,
-    ),
-    around(
-        "channels-last",
-        "weights in `channels_last`",
-        lambda: nn.Conv2d(1, 1, 3, padding=1).to(memory_format=torch.channels_last),
-        as_square,
-    ),
-    around(
-        "batch-norm",
-        "`nn.BatchNorm1d`: each rank's batch, rank 0's statistics",
-        lambda: nn.BatchNorm1d(WIDTH),
-    ),
-    around(
-        "batch-norm-untracked",
-        "`nn.BatchNorm1d(track_running_stats=False)`",
-        lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False),
-    ),
-    around("group-norm", "`nn.GroupNorm`", lambda: nn.GroupNorm(2, WIDTH)),
-    around(
-        "instance-norm",
-        "`nn.InstanceNorm1d(affine=True)`",
-        lambda: nn.InstanceNorm1d(2, eps=0.1, affine=True),
-        as_image,
-        tolerance=3e-6,
-    ),
-    around("rms-norm", "`nn.RMSNorm`", lambda: nn.RMSNorm(WIDTH)),
-    around(
-        "lstm",
-        "`nn.LSTM`, two layers, both directions",
-        lambda: nn.LSTM(3, 2, 2, bidirectional=True, batch_first=True),
-        as_sequence,
-    ),
-    around(
-        "lstm-projected",
-        "`nn.LSTM(proj_size=...)`",
-        lambda: nn.LSTM(3, 4, proj_size=3, batch_first=True),
-        as_sequence,
-    ),
-    around("gru", "`nn.GRU`", lambda: nn.GRU(3, 3, batch_first=True), as_sequence),
-    around(
-        "gru-cell",
-        "`nn.GRUCell` in a loop",
-        lambda: nn.GRUCell(WIDTH, WIDTH),
-        lambda m, x: m(x, m(x)),
-    ),
-    around(
-        "packed-sequence",
-        "`PackedSequence` inside a block",
-        lambda: nn.GRU(2, 2, batch_first=True),
-        packed,
-    ),
-    Construct(
-        "packed-blocks",
-        "blocks from `PackedSequence` to `PackedSequence`",
-        net(PackedBlock, PackedNet),
-    ),
-    of_words(
-        "embedding-padding",
-        "`nn.Embedding(padding_idx=0)`",
-        lambda: nn.Embedding(7, WIDTH, padding_idx=0),
-    ),
-    of_words(
-        "embedding-by-frequency",
-        "`nn.Embedding(scale_grad_by_freq=True)`",
-        lambda: nn.Embedding(7, WIDTH, scale_grad_by_freq=True),
-    ),
-    of_words("embedding-bag", "`nn.EmbeddingBag`", lambda: nn.EmbeddingBag(7, WIDTH, mode="mean")),
-    of_words(
-        "embedding-max-norm",
-        "`nn.Embedding(max_norm=1)`",
-        lambda: nn.Embedding(7, WIDTH, max_norm=1.0),
-        refused="has max_norm=1, which changes its weight in every forward",
-        remark="`max_norm=None`, weights scaled by hand",
-    ),
-    of_words(
-        "embedding-sparse",
-        "`nn.Embedding(sparse=True)`",
-        lambda: nn.Embedding(7, WIDTH, sparse=True),
-        refused="has sparse=True, and sparse gradients cannot be summed",
-        remark="`sparse=False`",
-    ),
-    around(
-        "attention",
-        "`nn.MultiheadAttention`",
-        lambda: nn.MultiheadAttention(3, 1, batch_first=True),
-        attended,
-    ),
-    around(
-        "attention-weights",
-        "the same with a mask and weights",
-        lambda: nn.MultiheadAttention(3, 1, batch_first=True),
-        attended_with_weights,
-    ),
-    around(
-        "attention-kv",
-        "the same with `kdim`, `vdim`, `add_bias_kv`",
-        lambda: nn.MultiheadAttention(3, 1, kdim=3, vdim=3, add_bias_kv=True, batch_first=True),
-        attended,
-    ),
-    around("transformer", "`nn.Transformer`", batch_first_transformer, translated),
-    around(
-        "transformer-encoder",
-        "`nn.TransformerEncoder`",
-        encoder,
-        lambda m, x: m(x.view(4, 2, 3)).flatten(1),
-    ),
-    around(
-        "bilinear",
-        "`nn.Bilinear`",
-        lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH),
-        lambda m, x: torch.tanh(m(x, x)),
-    ),
-    around("prelu", "`nn.PReLU`", nn.PReLU),
-]
+around("conv1d", "`nn.Conv1d`", lambda: nn.Conv1d(2, 2, 3, padding=1), as_image)
+around(
+    "conv2d-grouped",
+    "`nn.Conv2d`, grouped and dilated",
+    lambda: nn.Conv2d(1, 2, (1, 2), dilation=(1, 2), padding="same", bias=False),
+    lambda m, x: m(x.view(4, 1, 2, 3)).mean(1).flatten(1),
+)
+around("conv3d", "`nn.Conv3d`", lambda: nn.Conv3d(1, 1, 3, padding=1), as_volume)
+around(
+    "conv-transposed",
+    "`nn.ConvTranspose1d`",
+    lambda: nn.ConvTranspose1d(2, 2, 3, stride=2),
+    up_and_pooled,
+)
+around(
+    "channels-last",
+    "weights in `channels_last`",
+    lambda: nn.Conv2d(1, 1, 3, padding=1).to(memory_format=torch.channels_last),
+    as_square,
+)
+around(
+    "batch-norm",
+    "`nn.BatchNorm1d`: each rank's batch, rank 0's statistics",
+    lambda: nn.BatchNorm1d(WIDTH),
+)
+around(
+    "batch-norm-untracked",
+    "`nn.BatchNorm1d(track_running_stats=False)`",
+    lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False),
+)
+around("group-norm", "`nn.GroupNorm`", lambda: nn.GroupNorm(2, WIDTH))
+around(
+    "instance-norm",
+    "`nn.InstanceNorm1d(affine=True)`",
+    lambda: nn.InstanceNorm1d(2, eps=0.1, affine=True),
+    as_image,
+    tolerance=3e-6,
+)
+around("rms-norm", "`nn.RMSNorm`", lambda: nn.RMSNorm(WIDTH))
+around(
+    "lstm",
+    "`nn.LSTM`, two layers, both directions",
+    lambda: nn.LSTM(3, 2, 2, bidirectional=True, batch_first=True),
+    as_sequence,
+)
+around(
+    "lstm-projected",
+    "`nn.LSTM(proj_size=...)`",
+    lambda: nn.LSTM(3, 4, proj_size=3, batch_first=True),
+    as_sequence,
+)
+around("gru", "`nn.GRU`", lambda: nn.GRU(3, 3, batch_first=True), as_sequence)
+around(
+    "gru-cell",
+    "`nn.GRUCell` in a loop",
+    lambda: nn.GRUCell(WIDTH, WIDTH),
+    lambda m, x: m(x, m(x)),
+)
+around(
+    "packed-sequence",
+    "`PackedSequence` inside a block",
+    lambda: nn.GRU(2, 2, batch_first=True),
+    packed,
+)
+habits.add(
+    "packed-blocks",
+    "blocks from `PackedSequence` to `PackedSequence`",
+    block=PackedBlock,
+    model=PackedNet,
+)
+of_words("embedding-padding", {"padding_idx": 0})
+of_words("embedding-by-frequency", {"scale_grad_by_freq": True})
+of_words("embedding-bag", {"mode": "mean"}, nn.EmbeddingBag)
+of_words(
+    "embedding-max-norm",
+    {"max_norm": 1},
+    refused="has max_norm=1, which changes its weight in every forward",
+    remark="`max_norm=None`, weights scaled by hand",
+)
+of_words(
+    "embedding-sparse",
+    {"sparse": True},
+    refused="has sparse=True, and sparse gradients cannot be summed",
+    remark="`sparse=False`",
+)
+around(
+    "attention",
+    "`nn.MultiheadAttention`",
+    lambda: nn.MultiheadAttention(3, 1, batch_first=True),
+    attended,
+)
+around(
+    "attention-weights",
+    "the same with a mask and weights",
+    lambda: nn.MultiheadAttention(3, 1, batch_first=True),
+    attended_with_weights,
+)
+around(
+    "attention-kv",
+    "the same with `kdim`, `vdim`, `add_bias_kv`",
+    lambda: nn.MultiheadAttention(3, 1, kdim=3, vdim=3, add_bias_kv=True, batch_first=True),
+    attended,
+)
+around("transformer", "`nn.Transformer`", batch_first_transformer, translated)
+around(
+    "transformer-encoder",
+    "`nn.TransformerEncoder`",
+    encoder,
+    lambda m, x: m(x.view(4, 2, 3)).flatten(1),
+)
+around(
+    "bilinear",
+    "`nn.Bilinear`",
+    lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH),
+    lambda m, x: torch.tanh(m(x, x)),
+)
+around("prelu", "`nn.PReLU`", nn.PReLU)

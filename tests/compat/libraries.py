@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from tests.compat.architectures import ARCHITECTURES, text
-from tests.compat.construct import SHARDED, Construct, Place, Training, of_net, plain_step, sgd
+from tests.compat.construct import SHARDED, Habits, Place, Training, plain_step, the_wrapper
 
 BY_NAME = {each.name: each for each in ARCHITECTURES}
+
+
+habits = Habits()
 
 
 def own_loss(model: Any, batch: Any) -> Tensor:
     return model(**batch).loss
 
 
-def of_model(name: str, says: str, build: Any, **more: Any) -> Construct:
-    return Construct(name, says, build, **({"batch": text, "loss": own_loss} | more))
-
-
-def gpt2(**options: Any) -> nn.Module:
-    return BY_NAME["gpt2"].build()
+gpt2 = BY_NAME["gpt2"].build
+OF_TEXT: dict[str, Any] = {"batch": text, "loss": own_loss}
+OF_GPT2 = {"build": gpt2, "batch": text}
 
 
 def recomputing(reentrant: bool) -> nn.Module:
@@ -35,7 +35,9 @@ def recomputing(reentrant: bool) -> nn.Module:
     return model
 
 
+@habits.build("peft-lora", **OF_TEXT)
 def with_lora() -> nn.Module:
+    """LoRA by peft."""
     import peft
 
     config = peft.LoraConfig(
@@ -46,7 +48,9 @@ def with_lora() -> nn.Module:
         return peft.get_peft_model(BY_NAME["llama"].build(), config)
 
 
+@habits.build("peft-ia3", **OF_TEXT)
 def with_ia3() -> nn.Module:
+    """IA3 by peft."""
     import peft
 
     config = peft.IA3Config(
@@ -55,8 +59,9 @@ def with_ia3() -> nn.Module:
     return peft.get_peft_model(BY_NAME["llama"].build(), config)
 
 
+@habits.step("peft-merge", build=with_lora, **OF_TEXT)
 def merge_and_unmerge(training: Training) -> None:
-    """Adapters merged into the weights for an evaluation, and taken out again."""
+    """`merge_adapter` and `unmerge_adapter` inside `gathered`."""
     plain_step(training)
     with training.whole(training.model, change=True):
         training.model.merge_adapter()
@@ -65,8 +70,9 @@ def merge_and_unmerge(training: Training) -> None:
         training.model.unmerge_adapter()
 
 
+@habits.step("generate", loss=own_loss, **OF_GPT2)
 def generates(training: Training) -> None:
-    """Text between steps, by the model's own loop."""
+    """`generate` between steps, inside `gathered`."""
     plain_step(training)
     training.model.eval()
     with training.whole(training.model), torch.no_grad():
@@ -76,22 +82,37 @@ def generates(training: Training) -> None:
     training.note(found.double().mean())
 
 
+@habits.loss("hidden-states", **OF_GPT2)
 def hidden_states(model: Any, batch: Any) -> Tensor:
+    """`output_hidden_states`, `output_attentions`, `use_cache`."""
     out = model(**batch, output_hidden_states=True, output_attentions=True, use_cache=True)
     features = torch.stack([each.square().mean() for each in out.hidden_states]).sum()
     return out.loss + 0.1 * features
 
 
+@habits.loss("return-tuple", **OF_GPT2)
 def as_tuple(model: Any, batch: Any) -> Tensor:
+    """`return_dict=False`."""
     return model(**batch, return_dict=False)[0]
 
 
+@habits.loss(
+    "inner-model", remark="zeroify the inner model with a head of your own", **OF_GPT2, **SHARDED
+)
 def base_only(model: Any, batch: Any) -> Tensor:
-    """The inner model alone, as feature extractors do."""
+    """Only the inner model is called (`model.transformer(...)`)."""
     return model.transformer(batch["input_ids"]).last_hidden_state.square().mean()
 
 
-def image_features(model: Any, batch: Any) -> Tensor:
+@habits.loss(
+    "text-features",
+    build=BY_NAME["clip"].build,
+    batch=BY_NAME["clip"].batch,
+    **SHARDED,
+    remark='`hpczero.register_forward(model, "get_text_features")`',
+)
+def text_features(model: Any, batch: Any) -> Tensor:
+    """`CLIPModel.get_text_features`."""
     out = model.get_text_features(batch["input_ids"])
     return getattr(out, "pooler_output", out).square().mean()
 
@@ -105,7 +126,9 @@ def accelerated(training: Training) -> None:
     )
 
 
+@habits.step("accelerate", after=accelerated, subject=the_wrapper)
 def accelerated_step(training: Training) -> None:
+    """`Accelerator().prepare(model, optimizer)` after zeroify: `backward`, `clip_grad_norm_`, `step`."""
     accelerator, optimizer = training.kept["accelerator"], training.kept["optimizer"]
     with accelerator.accumulate(training.kept["wrapper"]):
         loss = training.loss()
@@ -116,8 +139,12 @@ def accelerated_step(training: Training) -> None:
         optimizer.zero_grad()
 
 
+@habits.step("trainer", loss=own_loss, steps=1, **OF_GPT2)
 def with_trainer(training: Training) -> None:
-    """The whole loop is the Trainer's: its dataloader, its clipping, its schedule."""
+    """Transformers' `Trainer` with the zeroified model and optimizer.
+
+    The whole loop is the Trainer's: its dataloader, its clipping, its schedule.
+    """
     import transformers
 
     class MeanLoss(transformers.Trainer):
@@ -150,63 +177,17 @@ def with_trainer(training: Training) -> None:
         trainer.train()
 
 
-CONSTRUCTS = [
-    of_model(
-        "gradient-checkpointing", "`gradient_checkpointing_enable()`", lambda: recomputing(False)
-    ),
-    of_model(
-        "gradient-checkpointing-reentrant",
-        "the same, reentrant",
-        lambda: recomputing(True),
-        refused="use_reentrant=False",
-        remark="`use_reentrant=False`",
-    ),
-    of_model(
-        "hidden-states",
-        "`output_hidden_states`, `output_attentions`, `use_cache`",
-        gpt2,
-        loss=hidden_states,
-    ),
-    of_model("return-tuple", "`return_dict=False`", gpt2, loss=as_tuple),
-    of_model("generate", "`generate` between steps, inside `gathered`", gpt2, step=generates),
-    of_model(
-        "inner-model",
-        "only the inner model is called (`model.transformer(...)`)",
-        gpt2,
-        loss=base_only,
-        **SHARDED,
-        remark="zeroify the inner model with a head of your own",
-    ),
-    of_model(
-        "text-features",
-        "`CLIPModel.get_text_features`",
-        BY_NAME["clip"].build,
-        batch=BY_NAME["clip"].batch,
-        loss=image_features,
-        **SHARDED,
-        remark='`hpczero.register_forward(model, "get_text_features")`',
-    ),
-    of_model("peft-lora", "LoRA by peft", with_lora),
-    of_model("peft-ia3", "IA3 by peft", with_ia3),
-    of_model(
-        "peft-merge",
-        "`merge_adapter` and `unmerge_adapter` inside `gathered`",
-        with_lora,
-        step=merge_and_unmerge,
-    ),
-    of_net(
-        "accelerate",
-        "`Accelerator().prepare(model, optimizer)` after zeroify: `backward`, `clip_grad_norm_`, `step`",
-        accelerated_step,
-        after=accelerated,
-        subject=lambda training: training.kept["wrapper"],
-    ),
-    of_model(
-        "trainer",
-        "transformers' `Trainer` with the zeroified model and optimizer",
-        gpt2,
-        step=with_trainer,
-        steps=1,
-        optimizer=lambda model: sgd(model),
-    ),
-]
+habits.add(
+    "gradient-checkpointing",
+    "`gradient_checkpointing_enable()`",
+    build=lambda: recomputing(False),
+    **OF_TEXT,
+)
+habits.add(
+    "gradient-checkpointing-reentrant",
+    "the same, reentrant",
+    build=lambda: recomputing(True),
+    **OF_TEXT,
+    refused="use_reentrant=False",
+    remark="`use_reentrant=False`",
+)

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.compat.construct import Training, of_net, plain_step
+from tests.compat.construct import Habits, Training, plain_step
+
+habits = Habits()
 
 
+@habits.backward("evaluate-between")
 def loss_that_needs_none(training: Training) -> None:
-    """An evaluation before the step, under no_grad."""
+    """An evaluation under `no_grad` before each step."""
     with torch.no_grad():
         training.model.eval()
         training.loss()
@@ -21,28 +24,43 @@ def loss_that_needs_none(training: Training) -> None:
     training.loss().backward()
 
 
+@habits.backward("accumulation")
 def accumulate(training: Training) -> None:
+    """Three backward calls, one step."""
     for micro in range(3):
         (training.loss(micro) / 3).backward()
 
 
+@habits.backward("retain-graph")
 def retained_twice(training: Training) -> None:
+    """Two backward calls on one graph."""
     loss = training.loss()
     loss.backward(retain_graph=True)
     (0.5 * loss).backward()
 
 
+@habits.backward("two-losses")
 def two_losses_two_backwards(training: Training) -> None:
+    """Two forwards, then two backward calls."""
     first, second = training.loss(0), training.loss(1)
     first.backward()
     second.backward()
 
 
+@habits.backward("two-losses-together")
 def two_losses_one_backward(training: Training) -> None:
+    """`torch.autograd.backward([a, b])`."""
     torch.autograd.backward([training.loss(0), training.loss(1)])
 
 
+@habits.step(
+    "closure",
+    refused="optimizer.step(closure) would run backward inside the step",
+    remark="backward, then `optimizer.step()`",
+)
 def with_closure(training: Training) -> None:
+    """`optimizer.step(closure)`."""
+
     def closure() -> float:
         training.optimizer.zero_grad()
         loss = training.loss()
@@ -52,8 +70,12 @@ def with_closure(training: Training) -> None:
     training.optimizer.step(closure)
 
 
+@habits.step("sharpness-aware", refused="lies in shards over the ranks")
 def sharpness_aware(training: Training) -> None:
-    """SAM: up along the gradient, a second gradient there, back, and down."""
+    """SAM: parameters moved along `p.grad` and back.
+
+    SAM: up along the gradient, a second gradient there, back, and down.
+    """
     parameters = list(training.model.parameters())
     training.optimizer.zero_grad()
     training.loss().backward()
@@ -73,13 +95,22 @@ def second_optimizer(training: Training) -> None:
     training.kept["second"] = torch.optim.SGD(training.model.parameters(), lr=0.1)
 
 
+@habits.step(
+    "second-optimizer",
+    after=second_optimizer,
+    refused="is not the one that zeroify was given",
+    remark="one optimizer, made before zeroify",
+)
 def step_second(training: Training) -> None:
+    """A second optimizer, made after zeroify, takes the step."""
     training.kept["second"].zero_grad()
     training.loss().backward()
     training.kept["second"].step()
 
 
+@habits.step("disabled-scaler")
 def scaled_by_disabled_scaler(training: Training) -> None:
+    """`GradScaler(enabled=False)` around all."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     training.optimizer.zero_grad()
     scaler.scale(training.loss()).backward()
@@ -88,8 +119,12 @@ def scaled_by_disabled_scaler(training: Training) -> None:
     scaler.update()
 
 
+@habits.optimizer("parameter-groups")
 def groups(model: nn.Module) -> torch.optim.Optimizer:
-    """Biases without decay, another learning rate for the head."""
+    """Groups with their own options.
+
+    Biases without decay, another learning rate for the head.
+    """
     head = {id(p) for p in model.head.parameters()}
     rest = [p for p in model.parameters() if id(p) not in head]
     return torch.optim.SGD(
@@ -103,84 +138,32 @@ def groups(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def scheduled(make: Callable[[Any], Any], *, by_loss: bool = False) -> dict[str, Any]:
-    """``after`` and ``step`` of a construct with a scheduler."""
-
+def scheduled(name: str, says: str, make: Callable[[Any], Any], *measure: float) -> None:
     def after(training: Training) -> None:
         training.kept["scheduler"] = make(training.optimizer)
 
     def step(training: Training) -> None:
         plain_step(training)
-        training.kept["scheduler"].step(*([1.0] if by_loss else []))
+        training.kept["scheduler"].step(*measure)
         training.note(training.optimizer.param_groups[0]["lr"])
 
-    return {"after": after, "step": step}
+    habits.add(name, says, after=after, step=step)
+
+
+def warmed_up(optimizer: Any) -> Any:
+    warmup = schedulers.LinearLR(optimizer, 0.1, total_iters=2)
+    return schedulers.SequentialLR(
+        optimizer, [warmup, schedulers.CosineAnnealingLR(optimizer, 5)], [2]
+    )
 
 
 schedulers = torch.optim.lr_scheduler
-CONSTRUCTS = [
-    of_net(
-        "evaluate-between",
-        "an evaluation under `no_grad` before each step",
-        backward=loss_that_needs_none,
-    ),
-    of_net("accumulation", "three backward calls, one step", backward=accumulate),
-    of_net("retain-graph", "two backward calls on one graph", backward=retained_twice),
-    of_net(
-        "two-losses", "two forwards, then two backward calls", backward=two_losses_two_backwards
-    ),
-    of_net(
-        "two-losses-together",
-        "`torch.autograd.backward([a, b])`",
-        backward=two_losses_one_backward,
-    ),
-    of_net(
-        "closure",
-        "`optimizer.step(closure)`",
-        with_closure,
-        refused="optimizer.step(closure) would run backward inside the step",
-        remark="backward, then `optimizer.step()`",
-    ),
-    of_net(
-        "sharpness-aware",
-        "SAM: parameters moved along `p.grad` and back",
-        sharpness_aware,
-        refused="lies in shards over the ranks",
-    ),
-    of_net(
-        "second-optimizer",
-        "a second optimizer, made after zeroify, takes the step",
-        step_second,
-        after=second_optimizer,
-        refused="is not the one that zeroify was given",
-        remark="one optimizer, made before zeroify",
-    ),
-    of_net("disabled-scaler", "`GradScaler(enabled=False)` around all", scaled_by_disabled_scaler),
-    of_net("parameter-groups", "groups with their own options", optimizer=groups),
-    of_net(
-        "one-cycle",
-        "`OneCycleLR`",
-        **scheduled(lambda o: schedulers.OneCycleLR(o, 0.2, total_steps=4)),
-    ),
-    of_net(
-        "plateau",
-        "`ReduceLROnPlateau` fed with equal losses",
-        **scheduled(lambda o: schedulers.ReduceLROnPlateau(o, patience=0), by_loss=True),
-    ),
-    of_net(
-        "cosine-with-warmup",
-        "`SequentialLR` of a warm-up and a cosine",
-        **scheduled(
-            lambda o: schedulers.SequentialLR(
-                o,
-                [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.CosineAnnealingLR(o, 5)],
-                [2],
-            )
-        ),
-    ),
-    of_net(
-        "lambda-lr",
-        "`LambdaLR`",
-        **scheduled(lambda o: schedulers.LambdaLR(o, lambda step: 0.7**step)),
-    ),
-]
+scheduled("one-cycle", "`OneCycleLR`", lambda o: schedulers.OneCycleLR(o, 0.2, total_steps=4))
+scheduled(
+    "plateau",
+    "`ReduceLROnPlateau` fed with equal losses",
+    lambda o: schedulers.ReduceLROnPlateau(o, patience=0),
+    1.0,
+)
+scheduled("cosine-with-warmup", "`SequentialLR` of a warm-up and a cosine", warmed_up)
+scheduled("lambda-lr", "`LambdaLR`", lambda o: schedulers.LambdaLR(o, lambda step: 0.7**step))

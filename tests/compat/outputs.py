@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.nn import functional as F
 
-from tests.compat.construct import SHARDED, WIDTH, Construct, Net, Residual, net
+from tests.compat.construct import SHARDED, WIDTH, Habits, Net, Residual
+
+habits = Habits()
 
 
 @dataclass
@@ -97,8 +99,9 @@ def h_of(x: Any) -> Tensor:
     return h
 
 
+@habits.model("shared-block-object", block=wraps(Plain), read=h_of)
 class OneBlockThrice(Net):
-    """Weights shared by three calls of one block."""
+    """One block called three times, returning an object."""
 
     def through(self, x: Any) -> Any:
         for block in [self.blocks[0]] * 3 + [*self.blocks[1:]]:
@@ -113,7 +116,10 @@ class KeepsLoss(Residual):
         return x + y
 
 
+@habits.model("loss-on-block-attribute", block=KeepsLoss)
 class SumsKeptLosses(Net):
+    """A block leaves an auxiliary loss on an attribute."""
+
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y + 0.1 * sum(block.auxiliary for block in self.blocks)
@@ -124,7 +130,9 @@ class OutputOnAttribute(Residual):
         self.output = super().forward(x)
 
 
+@habits.call("output-on-attribute", block=OutputOnAttribute)
 def its_output(block: Any, x: Tensor) -> Tensor:
+    """A block returns nothing and leaves its output on an attribute."""
     block(x)
     y: Tensor = block.output
     return y
@@ -135,7 +143,9 @@ class KeepsModelLoss(Net):
         self.loss = F.mse_loss(super().forward(x), y)
 
 
+@habits.loss("loss-on-model-attribute", model=KeepsModelLoss)
 def loss_on_attribute(model: nn.Module, batch: Any) -> Tensor:
+    """The model returns nothing and leaves its loss on an attribute."""
     assert model(*batch) is None
     loss: Tensor = model.loss
     return loss
@@ -146,7 +156,10 @@ class WritesBoard(Residual):
         board.h = super().forward(board.h)
 
 
+@habits.model("writes-object", block=WritesBoard)
 class Blackboard(Net):
+    """A block returns nothing and writes its result to an object."""
+
     def through(self, x: Any) -> Any:
         board = SimpleNamespace(h=x)
         for block in self.blocks:
@@ -154,21 +167,33 @@ class Blackboard(Net):
         return board.h
 
 
+@habits.block(
+    "generator-output",
+    call=lambda block, x: torch.cat(list(block(x))),
+    remark="return a list",
+    **SHARDED,
+)
 class Generates(Residual):
-    """Its body runs when the caller iterates."""
+    """A block is a generator: its body runs while the caller iterates."""
 
     def forward(self, x: Tensor) -> Iterator[Tensor]:
         for part in x.split(2):
             yield part + self.branch(part)
 
 
+@habits.block("closure-output", call=lambda block, x: block(x)())
 class Postpones(Residual):
+    """A block returns a function that holds its result."""
+
     def forward(self, x: Tensor) -> Callable[[], Tensor]:
         y = self.branch(x)
         return lambda: x + y
 
 
+@habits.block("distribution-block", call=lambda block, x: block(x).rsample())
 class Gaussian(Residual):
+    """A block returns a `torch.distributions.Normal`."""
+
     def forward(self, x: Tensor) -> Normal:
         y = self.branch(x)
         return Normal(x + y, F.softplus(y) + 0.1, validate_args=False)
@@ -180,7 +205,9 @@ class DistributionModel(Net):
         return Normal(y, F.softplus(y) + 0.1, validate_args=False)
 
 
+@habits.loss("distribution-model", model=DistributionModel)
 def likelihood(model: nn.Module, batch: Any) -> Tensor:
+    """The model returns a distribution."""
     return -model(batch[0]).log_prob(batch[1]).mean()
 
 
@@ -188,13 +215,17 @@ class Marked(Tensor):
     """A tensor subclass."""
 
 
+@habits.block("tensor-subclass-output")
 class Marks(Residual):
+    """A block returns a tensor subclass."""
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).as_subclass(Marked)
 
 
+@habits.block("module-output", read=h_of)
 class ReturnsItself(Residual):
-    """A fluent interface."""
+    """A block returns itself."""
 
     def forward(self, x: Any) -> Any:
         self.h = super().forward(x if isinstance(x, Tensor) else x.h)
@@ -206,13 +237,18 @@ class ViewOut(Residual):
         return super().forward(x).view(2, 2, WIDTH)[:, :, :].transpose(0, 1)
 
 
+@habits.call("view-output", block=ViewOut)
 def flattened(block: Any, x: Tensor) -> Tensor:
+    """A block returns a view, which the caller changes in place."""
     y = block(x)
     y *= 0.9  # a view, changed in place by the caller
     return y.reshape(4, WIDTH)
 
 
+@habits.block("returns-input", call=lambda block, x: sum(block(x)))
 class ReturnsInput(Residual):
+    """A block returns its input beside its output."""
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, self.branch(x)
 
@@ -228,111 +264,56 @@ class ReturnsNested(Net):
         return {"predictions": (super().forward(x),)}
 
 
+@habits.loss("nested-output", block=Nested, model=ReturnsNested, read=lambda x: x["out"][0]["h"])
 def of_nested(model: nn.Module, batch: Any) -> Tensor:
+    """Tensors nested in dicts and lists among other things."""
     return F.mse_loss(model(batch[0])["predictions"][0], batch[1])
 
 
+@habits.block("unused-output", call=lambda block, x: block(x)[0])
 class UnusedOutput(Residual):
+    """One of two outputs goes unused."""
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(x), self.inner(x).sum()
 
 
-def in_wrapper(name: str, says: str, wrap: Callable[[Tensor], Any]) -> Construct:
-    return Construct(name, f"a block returns {says}", net(wraps(wrap), read=h_of))
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(WIDTH + 1, WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, rows: int) -> dict[str, Tensor]:
+        return {"rows": self.rows[:rows], "scale": self.scale.expand(rows, -1)}
 
 
-CONSTRUCTS = [
-    in_wrapper("dataclass-output", "a dataclass that pytree does not know", State),
-    in_wrapper(
-        "frozen-dataclass-output",
-        "a frozen dataclass inside another",
-        lambda h: FrozenState(h, FrozenState(h * 2, None)),
-    ),
-    in_wrapper("slots-output", "an object with `__slots__`", Slotted),
-    in_wrapper("object-output", "an object that holds dicts, lists and objects", Plain),
-    in_wrapper(
-        "ordered-dict-output", "an OrderedDict subclass with attributes", lambda h: Output(h=h)
-    ),
-    in_wrapper("dict-subclass-output", "a dict subclass whose tensor is an attribute", Bag),
-    in_wrapper("list-subclass-output", "a list subclass", lambda h: Sequence([h])),
-    in_wrapper("userdict-output", "a `UserDict`", lambda h: Mapping(h=h)),
-    in_wrapper("namedtuple-output", "a namedtuple", lambda h: NamedState(h, 1)),
-    in_wrapper("namespace-output", "a `SimpleNamespace`", lambda h: SimpleNamespace(h=h)),
-    Construct(
-        "shared-block-dataclass",
-        "one block called three times, returning a dataclass",
-        net(wraps(State), OneBlockThrice, read=h_of),
-    ),
-    Construct(
-        "shared-block-object",
-        "one block called three times, returning an object",
-        net(wraps(Plain), OneBlockThrice, read=h_of),
-    ),
-    Construct(
-        "loss-on-block-attribute",
-        "a block leaves an auxiliary loss on an attribute",
-        net(KeepsLoss, SumsKeptLosses),
-    ),
-    Construct(
-        "output-on-attribute",
-        "a block returns nothing and leaves its output on an attribute",
-        net(OutputOnAttribute, call=its_output),
-    ),
-    Construct(
-        "loss-on-model-attribute",
-        "the model returns nothing and leaves its loss on an attribute",
-        net(kind=KeepsModelLoss),
-        loss=loss_on_attribute,
-    ),
-    Construct(
-        "writes-object",
-        "a block returns nothing and writes its result to an object",
-        net(WritesBoard, Blackboard),
-    ),
-    Construct(
-        "generator-output",
-        "a block is a generator: its body runs while the caller iterates",
-        net(Generates, call=lambda block, x: torch.cat(list(block(x)))),
-        **SHARDED,
-        remark="return a list",
-    ),
-    Construct(
-        "closure-output",
-        "a block returns a function that holds its result",
-        net(Postpones, call=lambda block, x: block(x)()),
-    ),
-    Construct(
-        "distribution-block",
-        "a block returns a `torch.distributions.Normal`",
-        net(Gaussian, call=lambda block, x: block(x).rsample()),
-    ),
-    Construct(
-        "distribution-model",
-        "the model returns a distribution",
-        net(kind=DistributionModel),
-        loss=likelihood,
-    ),
-    Construct("tensor-subclass-output", "a block returns a tensor subclass", net(Marks)),
-    Construct("module-output", "a block returns itself", net(ReturnsItself, read=h_of)),
-    Construct(
-        "view-output",
-        "a block returns a view, which the caller changes in place",
-        net(ViewOut, call=flattened),
-    ),
-    Construct(
-        "returns-input",
-        "a block returns its input beside its output",
-        net(ReturnsInput, call=lambda block, x: sum(block(x))),
-    ),
-    Construct(
-        "nested-output",
-        "tensors nested in dicts and lists among other things",
-        net(Nested, ReturnsNested, read=lambda x: x["out"][0]["h"]),
-        loss=of_nested,
-    ),
-    Construct(
-        "unused-output",
-        "one of two outputs goes unused",
-        net(UnusedOutput, call=lambda block, x: block(x)[0]),
-    ),
-]
+@habits.model("parameter-views", block=Table)
+class ReadsTables(Net):
+    """A block returns views of its own parameters, and is called again."""
+
+    def through(self, x: Any) -> Any:
+        for block in self.blocks:
+            table = block(len(x))
+            x = torch.tanh(x * table["scale"] + table["rows"])
+        return x * self.blocks[0](1)["rows"]
+
+
+def in_wrapper(name: str, says: str, wrap: Callable[[Tensor], Any]) -> None:
+    habits.add(name, f"a block returns {says}", block=wraps(wrap), read=h_of)
+
+
+in_wrapper("dataclass-output", "a dataclass that pytree does not know", State)
+in_wrapper(
+    "frozen-dataclass-output",
+    "a frozen dataclass inside another",
+    lambda h: FrozenState(h, FrozenState(h * 2, None)),
+)
+in_wrapper("slots-output", "an object with `__slots__`", Slotted)
+in_wrapper("object-output", "an object that holds dicts, lists and objects", Plain)
+in_wrapper("ordered-dict-output", "an OrderedDict subclass with attributes", lambda h: Output(h=h))
+in_wrapper("dict-subclass-output", "a dict subclass whose tensor is an attribute", Bag)
+in_wrapper("list-subclass-output", "a list subclass", lambda h: Sequence([h]))
+in_wrapper("userdict-output", "a `UserDict`", lambda h: Mapping(h=h))
+in_wrapper("namedtuple-output", "a namedtuple", lambda h: NamedState(h, 1))
+in_wrapper("namespace-output", "a `SimpleNamespace`", lambda h: SimpleNamespace(h=h))

@@ -10,19 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.compat.construct import SHARDED, Training, of_net, plain_step, squared_error, vectors
+from tests.compat.construct import SHARDED, Habits, Training, plain_step, squared_error, vectors
+
+habits = Habits()
 
 
+@habits.after("deepcopy-after", refused="cannot be copied or pickled", remark="copy before zeroify")
 def copied_after(training: Training) -> None:
+    """`copy.deepcopy(model)` after zeroify."""
     copy.deepcopy(training.model)
 
 
+@habits.after(
+    "pickle-after", refused="cannot be copied or pickled", remark="`hpczero.full_state_dict`"
+)
 def pickled_after(training: Training) -> None:
+    """`torch.save(model)` after zeroify."""
     torch.save(training.model, io.BytesIO())
 
 
+@habits.step("state-round-trip")
 def state_round_trip(training: Training) -> None:
-    """Saved and loaded in mid-training."""
+    """`state_dict` saved and loaded inside `gathered`."""
     plain_step(training)
     with training.whole(training.model):
         file = io.BytesIO()
@@ -32,82 +41,56 @@ def state_round_trip(training: Training) -> None:
         training.model.load_state_dict(torch.load(file, weights_only=True))
 
 
+@habits.step("block-states")
 def block_states(training: Training) -> None:
-    """States of parts, read when they are no longer whole."""
+    """`block.state_dict()` inside `gathered`, read afterwards.
+
+    States of parts, read when they are no longer whole.
+    """
     plain_step(training)
     with training.whole(training.model):
         kept = [block.state_dict() for block in training.model.blocks]
     training.note(sum(value.square().sum() for state in kept for value in state.values()))
 
 
+@habits.step("weights-kept")
 def weight_views(training: Training) -> None:
+    """Clones of parameters made inside `gathered`."""
     plain_step(training)
     with training.whole(training.model):
         kept = [p.detach().clone() for p in training.model.parameters()]
     training.note(sum(value.square().sum() for value in kept))
 
 
+@habits.step("weight-clipping")
 def clip_weights(training: Training) -> None:
-    """WGAN: weights changed by hand after each step."""
+    """Weights clamped after each step (WGAN), inside `gathered`."""
     plain_step(training)
     with torch.no_grad(), training.whole(training.model, change=True):
         for parameter in training.model.parameters():
             parameter.clamp_(-0.4, 0.4)
 
 
+@habits.loss("l2-penalty", remark="weight decay", **SHARDED)
 def l2_penalty(model: nn.Module, batch: Any) -> Tensor:
+    """An L2 penalty over `model.parameters()`."""
     return squared_error(model, batch) + 0.01 * sum(p.square().sum() for p in model.parameters())
 
 
+@habits.after("to-nowhere")
 def moves_nowhere(training: Training) -> None:
+    """`model.to('cpu')`, `.float()`, `.cpu()` that change nothing."""
     training.model.to("cpu")
     training.model.float()
     training.model.cpu()
 
 
+@habits.after(
+    "cast-after",
+    batch=lambda place: tuple(each.double() for each in vectors(place)),
+    refused="a zeroified model cannot be moved or cast",
+    remark="before zeroify; `precision=`",
+)
 def casts(training: Training) -> None:
+    """`model.double()` after zeroify."""
     training.model.double()
-
-
-CONSTRUCTS = [
-    of_net("state-round-trip", "`state_dict` saved and loaded inside `gathered`", state_round_trip),
-    of_net("block-states", "`block.state_dict()` inside `gathered`, read afterwards", block_states),
-    of_net("weights-kept", "clones of parameters made inside `gathered`", weight_views),
-    of_net(
-        "weight-clipping", "weights clamped after each step (WGAN), inside `gathered`", clip_weights
-    ),
-    of_net(
-        "deepcopy-after",
-        "`copy.deepcopy(model)` after zeroify",
-        after=copied_after,
-        refused="cannot be copied or pickled",
-        remark="copy before zeroify",
-    ),
-    of_net(
-        "pickle-after",
-        "`torch.save(model)` after zeroify",
-        after=pickled_after,
-        refused="cannot be copied or pickled",
-        remark="`hpczero.full_state_dict`",
-    ),
-    of_net(
-        "to-nowhere",
-        "`model.to('cpu')`, `.float()`, `.cpu()` that change nothing",
-        after=moves_nowhere,
-    ),
-    of_net(
-        "cast-after",
-        "`model.double()` after zeroify",
-        after=casts,
-        batch=lambda place: tuple(each.double() for each in vectors(place)),
-        refused="a zeroified model cannot be moved or cast",
-        remark="before zeroify; `precision=`",
-    ),
-    of_net(
-        "l2-penalty",
-        "an L2 penalty over `model.parameters()`",
-        loss=l2_penalty,
-        **SHARDED,
-        remark="weight decay",
-    ),
-]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.compat import (
@@ -28,29 +29,29 @@ from tests.compat import (
 from tests.compat.construct import Construct
 
 
-def at_all_stages(constructs: list[Construct]) -> list[Construct]:
-    """Where the stage decides what lies in a gradient."""
+def at_all_stages(constructs: Sequence[Construct]) -> list[Construct]:
+    """Where the stage decides when a gradient is complete, or what lies in it."""
     return [replace(each, stages=(0, 1, 2, 3)) for each in constructs]
 
 
-SECTIONS: dict[str, list[Construct]] = {
-    "What blocks are given": [*arguments.CONSTRUCTS, *in_place.CONSTRUCTS],
-    "What blocks and models return": outputs.CONSTRUCTS,
-    "Ways that no argument or output shows": hidden.CONSTRUCTS,
-    "Memory with two names, buffers": aliases.CONSTRUCTS,
-    "Zeroing gradients": at_all_stages(zeroing.CONSTRUCTS),
-    "Changing, clipping and reading gradients": at_all_stages(gradients.CONSTRUCTS),
-    "Training loops": loops.CONSTRUCTS,
-    "Recomputation": recomputation.CONSTRUCTS,
-    "Autograd by hand": autograd.CONSTRUCTS,
-    "Layers": layers.CONSTRUCTS,
-    "Weights": weights.CONSTRUCTS,
-    "Tensors and indexing": tensors.CONSTRUCTS,
-    "Hooks": hooks.CONSTRUCTS,
-    "Wrappers, autocast and the compiler": wrappers.CONSTRUCTS,
-    "States, copies and changes by hand": states.CONSTRUCTS,
-    "Changes after zeroify, optimizers": changes.CONSTRUCTS,
-    "Other models beside it": companions.CONSTRUCTS,
-    "Half precision": half.CONSTRUCTS,
+SECTIONS: dict[str, Sequence[Construct]] = {
+    "What blocks are given": at_all_stages([*arguments.habits, *in_place.habits]),
+    "What blocks and models return": at_all_stages(outputs.habits),
+    "Ways that no argument or output shows": at_all_stages(hidden.habits),
+    "Memory with two names, buffers": aliases.habits,
+    "Zeroing gradients": at_all_stages(zeroing.habits),
+    "Changing, clipping and reading gradients": at_all_stages(gradients.habits),
+    "Training loops": loops.habits,
+    "Recomputation": recomputation.habits,
+    "Autograd by hand": at_all_stages(autograd.habits),
+    "Layers": layers.habits,
+    "Weights": weights.habits,
+    "Tensors and indexing": tensors.habits,
+    "Hooks": hooks.habits,
+    "Wrappers, autocast and the compiler": wrappers.habits,
+    "States, copies and changes by hand": states.habits,
+    "Changes after zeroify, optimizers": changes.habits,
+    "Other models beside it": companions.habits,
+    "Half precision": half.habits,
 }
 SMALL = [construct for section in SECTIONS.values() for construct in section]

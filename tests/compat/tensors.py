@@ -9,18 +9,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.compat.construct import BF16, WIDTH, Construct, Net, Place, Residual, net, seeded
+from tests.compat.construct import BF16, WIDTH, Habits, Net, Place, Residual
+from tests.helpers.small_models import seeded
+
+habits = Habits()
 
 
+@habits.block("complex-activations", read=lambda x: x.abs())
 class ComplexBlock(Residual):
-    """Complex activations inside and on the way to the next block; real weights."""
+    """Complex activations between blocks.
+
+    Complex activations inside and on the way to the next block; real weights.
+    """
 
     def forward(self, z: Tensor) -> Tensor:
         z = z if z.is_complex() else torch.complex(z, torch.zeros_like(z))
         return torch.complex(self.branch(z.real), self.branch(z.imag)) * torch.exp(1j * z.real)
 
 
+@habits.block(
+    "complex-weights", refused="only real numbers can be sharded", remark="`torch.view_as_real`"
+)
 class ComplexWeights(nn.Module):
+    """Complex parameters."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.cfloat) * 0.3)
@@ -29,8 +41,12 @@ class ComplexWeights(nn.Module):
         return x + (x.to(torch.cfloat) @ self.weight).abs()
 
 
+@habits.block("fourier")
 class Fourier(Residual):
-    """FNet, FNO: a filter in frequency space."""
+    """`torch.fft` and `view_as_complex` of a parameter.
+
+    FNet, FNO: a filter in frequency space.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +57,10 @@ class Fourier(Residual):
         return super().forward(torch.fft.irfft(spectrum, n=WIDTH))
 
 
+@habits.block("einsum")
 class Einsum(nn.Module):
+    """`torch.einsum` over a parameter of four dimensions."""
+
     def __init__(self) -> None:
         super().__init__()
         self.core = nn.Parameter(torch.randn(2, 3, 2, 3) * 0.5)
@@ -49,25 +68,6 @@ class Einsum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.einsum("bij,ijkl->bkl", x.view(4, 2, 3), self.core)
         return x + torch.tanh(h).reshape(4, WIDTH)
-
-
-class GraphLayer(nn.Module):
-    """GCN: a sparse adjacency times features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-        return torch.tanh(torch.sparse.mm(adjacency, self.layer(x))) + x
-
-
-class GraphNet(Net):
-    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x, adjacency)
-        return self.head(x)
 
 
 def graph(place: Place, layout: torch.layout = torch.sparse_coo) -> Any:
@@ -81,8 +81,36 @@ def graph(place: Place, layout: torch.layout = torch.sparse_coo) -> Any:
     return place.normal(4, WIDTH), adjacency, Place(place.rank, place.step, 50).normal(4, 3)
 
 
+class GraphLayer(nn.Module):
+    """GCN: a sparse adjacency times features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        return torch.tanh(torch.sparse.mm(adjacency, self.layer(x))) + x
+
+
+@habits.model("graph-coo", block=GraphLayer, batch=graph)
+class GraphNet(Net):
+    """A sparse (COO) argument to the model and its blocks: GCN."""
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, adjacency)
+        return self.head(x)
+
+
+def edges(place: Place) -> Any:
+    found = torch.stack([torch.arange(6) % 4, place.integers(4, 6)])
+    return place.normal(4, WIDTH), found, Place(place.rank, place.step, 50).normal(4, 3)
+
+
+@habits.block("message-passing", model=GraphNet, batch=edges)
 class MessagePassing(nn.Module):
-    """Messages along edges, gathered by index_add and scatter_reduce."""
+    """Message passing by `index_add` and `scatter_reduce`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,12 +126,10 @@ class MessagePassing(nn.Module):
         return x + torch.tanh(self.update(torch.cat([total, most], dim=1)))
 
 
-def edges(place: Place) -> Any:
-    found = torch.stack([torch.arange(6) % 4, place.integers(4, 6)])
-    return place.normal(4, WIDTH), found, Place(place.rank, place.step, 50).normal(4, 3)
-
-
+@habits.block("index-put")
 class IndexPut(Residual):
+    """`index_put`, `masked_fill`, `scatter_add`."""
+
     def forward(self, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         out[torch.tensor([0, 2]), 1:3] = self.branch(x)[:2, :2]
@@ -119,14 +145,18 @@ class Nested(Residual):
         return x + self.outer(torch.tanh(self.inner(x)))
 
 
+@habits.model("nested-tensors", block=Nested)
 class NestedNet(Net):
+    """Jagged nested tensors between blocks."""
+
     def through(self, x: Any) -> Any:
         nested = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4]))
         return super().through(nested).values()
 
 
+@habits.block("double-inside")
 class Doubles(Residual):
-    """fp64 inside, for a sum that must be exact."""
+    """Numbers in fp64 inside a block."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.inner.weight.double()
@@ -134,16 +164,18 @@ class Doubles(Residual):
         return x + self.outer(torch.tanh(y.float()))
 
 
+@habits.block("autocast-inside", tolerance=BF16)
 class Halves(Residual):
-    """A block that computes in bf16 under a local autocast."""
+    """`torch.autocast` inside a block."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return super().forward(x).float()
 
 
+@habits.block("triangular-solve")
 class Solves(nn.Module):
-    """linalg inside: a triangular solve with a weight."""
+    """`torch.linalg.solve_triangular` with a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,12 +196,18 @@ class TakesNumbers(Residual):
         return act(self.branch(x) * scale).to(kind).view(shape) + x
 
 
+@habits.call("other-arguments", block=TakesNumbers)
 def with_numbers(block: Any, x: Tensor) -> Any:
+    """Floats, strings, dtypes, functions and shapes as arguments."""
     return block(x, 0.5, "gelu", torch.float32, F.gelu, (4, WIDTH), size=x.shape)
 
 
+@habits.block("integer-outputs", read=lambda x: x[0])
 class IntegerIO(nn.Module):
-    """Integers out of one block into the next: codes of a quantiser."""
+    """Integers among the outputs (codes of a quantiser).
+
+    Integers out of one block into the next: codes of a quantiser.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,8 +219,12 @@ class IntegerIO(nn.Module):
         return x + 0.3 * self.codes[nearest], nearest
 
 
+@habits.model("block-skipped")
 class EarlyExit(Net):
-    """A branch on a value that is the same on all ranks."""
+    """A block that all ranks skip.
+
+    A branch on a value that is the same on all ranks.
+    """
 
     def through(self, x: Any) -> Any:
         for index, block in enumerate(self.blocks):
@@ -191,78 +233,34 @@ class EarlyExit(Net):
         return x
 
 
+@habits.block("empty-batch")
 class EmptyBatch(Residual):
+    """A batch of no samples inside a block."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x + self.branch(x)[:0].sum() + self.branch(x[:0]).sum() + 0.5 * self.branch(x)
 
 
+@habits.change(
+    "integer-parameter", refused="only floating-point numbers can be sharded", remark="a buffer"
+)
 def with_integers(model: Any) -> None:
+    """An int64 parameter."""
     model.steps = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
 
 
-CONSTRUCTS = [
-    Construct(
-        "complex-activations",
-        "complex activations between blocks",
-        net(ComplexBlock, read=lambda x: x.abs()),
-    ),
-    Construct(
-        "complex-weights",
-        "complex parameters",
-        net(ComplexWeights),
-        refused="only real numbers can be sharded",
-        remark="`torch.view_as_real`",
-    ),
-    Construct("fourier", "`torch.fft` and `view_as_complex` of a parameter", net(Fourier)),
-    Construct("einsum", "`torch.einsum` over a parameter of four dimensions", net(Einsum)),
-    Construct(
-        "graph-coo",
-        "a sparse (COO) argument to the model and its blocks: GCN",
-        net(GraphLayer, GraphNet),
-        batch=graph,
-    ),
-    Construct(
-        "graph-csr",
-        "a sparse (CSR) argument",
-        net(GraphLayer, GraphNet),
-        batch=lambda place: graph(place, torch.sparse_csr),
-    ),
-    Construct(
-        "message-passing",
-        "message passing by `index_add` and `scatter_reduce`",
-        net(MessagePassing, GraphNet),
-        batch=edges,
-    ),
-    Construct("index-put", "`index_put`, `masked_fill`, `scatter_add`", net(IndexPut)),
-    Construct("nested-tensors", "jagged nested tensors between blocks", net(Nested, NestedNet)),
-    Construct("double-inside", "fp64 inside a block", net(Doubles)),
-    Construct("autocast-inside", "`torch.autocast` inside a block", net(Halves), tolerance=BF16),
-    Construct("triangular-solve", "`torch.linalg.solve_triangular` with a parameter", net(Solves)),
-    Construct(
-        "other-arguments",
-        "floats, strings, dtypes, functions and shapes as arguments",
-        net(TakesNumbers, call=with_numbers),
-    ),
-    Construct(
-        "integer-outputs",
-        "integers among the outputs (codes of a quantiser)",
-        net(IntegerIO, read=lambda x: x[0]),
-    ),
-    Construct("block-skipped", "a block that all ranks skip", net(kind=EarlyExit)),
-    Construct("empty-batch", "a batch of no samples inside a block", net(EmptyBatch)),
-    Construct(
-        "double-model",
-        "a model in fp64",
-        lambda: seeded(Net).double(),
-        batch=lambda place: (place.normal(4, WIDTH).double(), place.normal(4, 3).double()),
-        refused="holds torch.float64, expected torch.float32",
-        remark="`model.float()` before",
-    ),
-    Construct(
-        "integer-parameter",
-        "an int64 parameter",
-        net(change=with_integers),
-        refused="only floating-point numbers can be sharded",
-        remark="a buffer",
-    ),
-]
+habits.add(
+    "graph-csr",
+    "a sparse (CSR) argument",
+    block=GraphLayer,
+    model=GraphNet,
+    batch=lambda place: graph(place, torch.sparse_csr),
+)
+habits.add(
+    "double-model",
+    "a model in fp64",
+    build=lambda: seeded(Net).double(),
+    batch=lambda place: (place.normal(4, WIDTH).double(), place.normal(4, 3).double()),
+    refused="holds torch.float64, expected torch.float32",
+    remark="`model.float()` before",
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -49,3 +50,16 @@ def test_equals_plain_torch_or_is_refused_by_name(
 @pytest.mark.parametrize("construct", on_other_ranks())
 def test_on_one_and_three_ranks(construct: Construct, holds: Callable[[Construct], None]) -> None:
     holds(construct)
+
+
+WAYS = {"writes-dict", "in-place-add-no-return", "dataclass-output", "posts-all", "parameter-views"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", sorted(WAYS))
+def test_one_node_that_is_as_strict_as_two(
+    name: str, holds: Callable[[Construct], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCZERO_STRICT", "1")
+    (construct,) = [each for each in table.SMALL if each.name == name]
+    holds(replace(construct, stages=(3,)))

@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.mark.worth("the Trainer trains as plain torch does")
 @pytest.mark.parametrize(
-    "construct", [*architectures.CONSTRUCTS, *libraries.CONSTRUCTS], ids=lambda each: each.name
+    "construct", [*architectures.CONSTRUCTS, *libraries.habits], ids=lambda each: each.name
 )
 def test_equals_plain_torch(construct: Construct, holds: Callable[[Construct], None]) -> None:
     holds(construct)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from tests.compat.construct import WIDTH, Construct, Net, Residual, in_blocks, net
+from tests.compat.construct import WIDTH, Habits, Net, Residual, in_blocks
 from tests.compat.layers import Words, words
+
+habits = Habits()
 
 
 def tie(model: Any) -> None:
@@ -21,17 +23,25 @@ def tie(model: Any) -> None:
     model.head.weight = model.stem.weight
 
 
+@habits.loss("tied-weights", model=Words, change=tie, batch=words)
 def next_word(model: nn.Module, batch: Any) -> Tensor:
+    """Embedding and head share one weight."""
     return F.cross_entropy(model(batch[0]), batch[0][:, 0])
 
 
+@habits.change("tied-layers")
 def share_layer(model: Any) -> None:
+    """Blocks share a layer."""
     for other in model.blocks[1:]:
         other.inner = model.blocks[0].inner
 
 
+@habits.model("weights-shared-in-time")
 class Universal(Net):
-    """One block, as often as there are layers: ALBERT, Universal Transformer."""
+    """One block called four times (ALBERT, Universal Transformer).
+
+    One block, as often as there are layers: ALBERT, Universal Transformer.
+    """
 
     def through(self, x: Any) -> Any:
         for block in [self.blocks[0]] * 4 + [*self.blocks[1:]]:
@@ -39,30 +49,45 @@ class Universal(Net):
         return x
 
 
+@habits.change("block-twice-in-list")
 def list_block_twice(model: Any) -> None:
+    """One block at two places of a `ModuleList`."""
     model.blocks = nn.ModuleList([model.blocks[0], model.blocks[1], model.blocks[0]])
 
 
+@habits.change("frozen-backbone")
 def freeze(model: Any) -> None:
+    """A frozen backbone."""
     model.stem.requires_grad_(False)
     model.blocks[:2].requires_grad_(False)
 
 
+@habits.model("frozen-no-grad", change=freeze)
 class WithoutGradBelow(Net):
+    """A frozen backbone under `no_grad`."""
+
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             x = self.blocks[1](self.blocks[0](self.stem(x)))
         return self.head(self.blocks[2](x))
 
 
+@habits.change("bias-only")
 def train_biases(model: Any) -> None:
-    """BitFit: frozen weights beside trained biases in each layer."""
+    """Only biases train (BitFit).
+
+    BitFit: frozen weights beside trained biases in each layer.
+    """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("bias" in name or name.startswith("head"))
 
 
+@habits.block("lora-by-hand")
 class Adapter(nn.Module):
-    """LoRA by hand: a frozen layer and two small ones."""
+    """LoRA by hand in each block.
+
+    LoRA by hand: a frozen layer and two small ones.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,11 +105,16 @@ class Unused(Net):
         return self.blocks[1](self.blocks[0](x))
 
 
+@habits.change("unused-parts", model=Unused)
 def add_spare(model: Any) -> None:
+    """A block and a parameter that nothing uses."""
     model.spare = nn.Parameter(torch.ones(5))
 
 
+@habits.block("parameter-containers")
 class ParameterContainers(nn.Module):
+    """`nn.ParameterList`, `nn.ParameterDict`, 0-dimensional parameters."""
+
     def __init__(self) -> None:
         super().__init__()
         self.matrices = nn.ParameterList(torch.randn(WIDTH, WIDTH) * 0.3 for _ in range(2))
@@ -96,7 +126,10 @@ class ParameterContainers(nn.Module):
         return x * self.scales["b"]
 
 
+@habits.block("module-dict")
 class ModuleTable(nn.Module):
+    """`nn.ModuleDict` in a block."""
+
     def __init__(self) -> None:
         super().__init__()
         self.kinds = nn.ModuleDict(
@@ -118,7 +151,9 @@ class Lazy(nn.Module):
         return torch.tanh(self.layer(x))
 
 
+@habits.build("lazy")
 def initialized_lazy() -> nn.Module:
+    """`nn.LazyLinear` after its first call."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = Net(Lazy)
@@ -126,18 +161,28 @@ def initialized_lazy() -> nn.Module:
     return model
 
 
+@habits.change("weight-norm-old")
+@in_blocks
 def weight_norm_of_old(block: Any) -> None:
+    """`nn.utils.weight_norm`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nn.utils.weight_norm(block.inner)
 
 
+@habits.change("orthogonal")
+@in_blocks
 def orthogonal(block: Any) -> None:
+    """`parametrizations.orthogonal`."""
     parametrizations.orthogonal(block.outer, orthogonal_map="cayley")
 
 
+@habits.block("buffers-in-forward")
 class CountsCalls(Residual):
-    """A running mean that forward updates, without BatchNorm."""
+    """Buffers that forward updates.
+
+    A running mean that forward updates, without BatchNorm.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,8 +198,12 @@ class CountsCalls(Residual):
         return super().forward(x - self.seen.clone()) * self.table
 
 
+@habits.block("experts")
 class Experts(nn.Module):
-    """Each token goes to its best expert; all experts run, on what they get."""
+    """Mixture of experts: routing by data, every expert runs.
+
+    Each token goes to its best expert; all experts run, on what they get.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,8 +219,9 @@ class Experts(nn.Module):
         return x + out
 
 
+@habits.block("experts-stacked")
 class StackedExperts(nn.Module):
-    """All experts in one parameter, by index."""
+    """Experts stacked in one parameter, taken by index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,81 +241,32 @@ class RenormedLinear(nn.Linear):
         return super().forward(x)
 
 
+@habits.change(
+    "renormed-in-forward",
+    refused="got new memory since zeroify",
+    remark="renormalise inside `gathered(model, modifier_rank=0)` after the step",
+)
+@in_blocks
 def renorm(block: Any) -> None:
+    """`self.weight.data = torch.renorm(self.weight.data, ...)` in forward."""
     block.inner = RenormedLinear(WIDTH, WIDTH + 1)
 
 
-CONSTRUCTS = [
-    Construct(
-        "tied-weights",
-        "embedding and head share one weight",
-        net(kind=Words, change=tie),
-        batch=words,
-        loss=next_word,
-    ),
-    Construct(
-        "renormed-in-forward",
-        "`self.weight.data = torch.renorm(self.weight.data, ...)` in forward",
-        net(change=in_blocks(renorm)),
-        refused="got new memory since zeroify",
-        remark="renormalise inside `gathered(model, modifier_rank=0)` after the step",
-    ),
-    Construct("tied-layers", "blocks share a layer", net(change=share_layer)),
-    Construct(
-        "weights-shared-in-time",
-        "one block called four times (ALBERT, Universal Transformer)",
-        net(kind=Universal),
-    ),
-    Construct(
-        "block-twice-in-list",
-        "one block at two places of a `ModuleList`",
-        net(change=list_block_twice),
-    ),
-    Construct("frozen-backbone", "a frozen backbone", net(change=freeze)),
-    Construct(
-        "frozen-no-grad",
-        "a frozen backbone under `no_grad`",
-        net(kind=WithoutGradBelow, change=freeze),
-    ),
-    Construct("bias-only", "only biases train (BitFit)", net(change=train_biases)),
-    Construct("lora-by-hand", "LoRA by hand in each block", net(Adapter)),
-    Construct(
-        "unused-parts",
-        "a block and a parameter that nothing uses",
-        net(kind=Unused, change=add_spare),
-    ),
-    Construct(
-        "parameter-containers",
-        "`nn.ParameterList`, `nn.ParameterDict`, 0-dimensional parameters",
-        net(ParameterContainers),
-    ),
-    Construct("module-dict", "`nn.ModuleDict` in a block", net(ModuleTable)),
-    Construct("lazy", "`nn.LazyLinear` after its first call", initialized_lazy),
-    Construct(
-        "lazy-too-early",
-        "`nn.LazyLinear` before its first call",
-        lambda: Net(Lazy),
-        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-        refused="a lazy module takes its shape from its first input",
-        remark="call the model once before",
-    ),
-    Construct(
-        "weight-norm",
-        "`parametrizations.weight_norm`",
-        net(change=in_blocks(lambda block: parametrizations.weight_norm(block.inner))),
-    ),
-    Construct(
-        "weight-norm-old", "`nn.utils.weight_norm`", net(change=in_blocks(weight_norm_of_old))
-    ),
-    Construct("orthogonal", "`parametrizations.orthogonal`", net(change=in_blocks(orthogonal))),
-    Construct(
-        "spectral-norm",
-        "`parametrizations.spectral_norm`",
-        net(change=in_blocks(lambda block: parametrizations.spectral_norm(block.inner))),
-    ),
-    Construct("buffers-in-forward", "buffers that forward updates", net(CountsCalls)),
-    Construct("experts", "mixture of experts: routing by data, every expert runs", net(Experts)),
-    Construct(
-        "experts-stacked", "experts stacked in one parameter, taken by index", net(StackedExperts)
-    ),
-]
+habits.add(
+    "lazy-too-early",
+    "`nn.LazyLinear` before its first call",
+    build=lambda: Net(Lazy),
+    optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    refused="a lazy module takes its shape from its first input",
+    remark="call the model once before",
+)
+habits.add(
+    "weight-norm",
+    "`parametrizations.weight_norm`",
+    change=in_blocks(lambda block: parametrizations.weight_norm(block.inner)),
+)
+habits.add(
+    "spectral-norm",
+    "`parametrizations.spectral_norm`",
+    change=in_blocks(lambda block: parametrizations.spectral_norm(block.inner)),
+)

@@ -14,16 +14,16 @@ from tests.compat.construct import (
     BF16,
     SHARDED,
     WIDTH,
-    Construct,
+    Habits,
     Net,
     Training,
-    net,
-    of_net,
     plain_step,
-    seeded,
     the_wrapper,
     wrap,
 )
+from tests.helpers.small_models import seeded
+
+habits = Habits()
 
 
 class Lightning(nn.Module):
@@ -42,7 +42,9 @@ def lightning(training: Training) -> None:
     training.kept["wrapper"] = Lightning(training.model)
 
 
+@habits.loss("training-step", after=lightning, subject=the_wrapper)
 def training_step(subject: Any, batch: Any) -> Tensor:
+    """`training_step` of a module around the model."""
     return subject.training_step(batch)
 
 
@@ -53,7 +55,9 @@ class LossInside(Net):
         return F.mse_loss(super().forward(x), y)
 
 
+@habits.loss("loss-inside", model=LossInside)
 def own_loss(model: Any, batch: Any) -> Tensor:
+    """The model returns its loss."""
     return model(*batch)
 
 
@@ -62,24 +66,38 @@ class Encodes(Net):
         return self.through(self.stem(x))
 
 
+@habits.loss(
+    "other-method", model=Encodes, remark='`hpczero.register_forward(model, "encode")`', **SHARDED
+)
 def by_method(model: Any, batch: Any) -> Tensor:
+    """A method other than forward (`model.encode(x)`)."""
     return F.mse_loss(model.encode(batch[0])[:, :3], batch[1])
 
 
+@habits.loss("forward-called", remark="`model(x)`", **SHARDED)
 def by_forward(model: Any, batch: Any) -> Tensor:
+    """`model.forward(x)`."""
     return F.mse_loss(model.forward(batch[0]), batch[1])
 
 
+@habits.loss("one-block")
 def one_block(model: Any, batch: Any) -> Tensor:
+    """Only a block is called."""
     return F.mse_loss(model.blocks[0](batch[0])[:, :3], batch[1])
 
 
+@habits.loss("block-by-block")
 def block_by_block(model: Any, batch: Any) -> Tensor:
-    """Only the units are called; the model's own layers are not used."""
+    """Blocks are called one by one, the model never.
+
+    Only the units are called; the model's own layers are not used.
+    """
     return F.mse_loss(model.through(batch[0])[:, :3], batch[1])
 
 
+@habits.step("eval-between")
 def train_and_eval(training: Training) -> None:
+    """`eval()`, `no_grad`, `inference_mode` between steps."""
     training.model.train()
     plain_step(training)
     training.model.eval()
@@ -92,13 +110,16 @@ def train_and_eval(training: Training) -> None:
 # --- autocast and compiler
 
 
+@habits.loss("autocast", tolerance=BF16)
 def under_autocast(model: Any, batch: Any) -> Tensor:
+    """`torch.autocast` around the forward."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return F.mse_loss(model(batch[0]).float(), batch[1])
 
 
+@habits.step("autocast-over-steps", tolerance=BF16)
 def autocast_over_all(training: Training) -> None:
-    """One context over all steps."""
+    """One autocast context over several steps (plain torch goes on with casts of old weights)."""
     with training.kept.pop("context", ExitStack()) as context:  # left by an error and at the end
         if training.step == 0:
             context.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
@@ -107,90 +128,40 @@ def autocast_over_all(training: Training) -> None:
             training.kept["context"] = context.pop_all()
 
 
-def compile_blocks(training: Training) -> None:
-    for block in training.model.blocks:
-        block.forward = torch.compile(block.forward, backend="aot_eager")
-
-
-def compile_model(training: Training) -> None:
-    training.kept["wrapper"] = torch.compile(training.model, backend="aot_eager")
-
-
-def scripted(model: Any) -> None:
-    model.blocks = nn.ModuleList(torch.jit.script(block) for block in model.blocks)
-
-
-def compile_in_place(training: Training) -> None:
-    for block in training.model.blocks:
-        block.compile(backend="aot_eager")
-
-
 def one_block_net() -> nn.Module:
     return seeded(lambda: Net(blocks=1))
 
 
-CONSTRUCTS = [
-    of_net("wrapped", "a module around the model is called", after=wrap, subject=the_wrapper),
-    of_net("wrapped-before", "the same, made before zeroify", before=wrap, subject=the_wrapper),
-    of_net(
-        "training-step",
-        "`training_step` of a module around the model",
-        after=lightning,
-        subject=the_wrapper,
-        loss=training_step,
-    ),
-    Construct("loss-inside", "the model returns its loss", net(kind=LossInside), loss=own_loss),
-    of_net("one-block", "only a block is called", loss=one_block),
-    of_net("block-by-block", "blocks are called one by one, the model never", loss=block_by_block),
-    of_net(
-        "forward-called",
-        "`model.forward(x)`",
-        loss=by_forward,
-        **SHARDED,
-        remark="`model(x)`",
-    ),
-    Construct(
-        "other-method",
-        "a method other than forward (`model.encode(x)`)",
-        net(kind=Encodes),
-        loss=by_method,
-        **SHARDED,
-        remark='`hpczero.register_forward(model, "encode")`',
-    ),
-    of_net("eval-between", "`eval()`, `no_grad`, `inference_mode` between steps", train_and_eval),
-    of_net("autocast", "`torch.autocast` around the forward", loss=under_autocast, tolerance=BF16),
-    of_net(
-        "autocast-over-steps",
-        "one autocast context over several steps (plain torch goes on with casts of old weights)",
-        autocast_over_all,
-        tolerance=BF16,
-    ),
-    of_net(
-        "compiled-forward",
-        "`block.forward = torch.compile(block.forward)`, after zeroify",
-        after=compile_blocks,
-        stages=(3,),
-        build=one_block_net,
-    ),
-    of_net(
-        "compiled-blocks",
-        "`block.compile()`",
-        after=compile_in_place,
-        stages=(3,),
-        build=one_block_net,
-    ),
-    of_net(
-        "compiled-model",
-        "`torch.compile(model)`",
-        after=compile_model,
-        subject=the_wrapper,
-        stages=(3,),
-    ),
-    Construct(
-        "scripted-blocks",
-        "`torch.jit.script` of each block",
-        net(change=scripted),
-        refused="ScriptModule",
-        remark="script nothing, or compile blocks",
-    ),
-]
+OF_ONE_BLOCK = {"build": one_block_net, "stages": (3,)}
+
+
+@habits.after("compiled-forward", **OF_ONE_BLOCK)
+def compile_blocks(training: Training) -> None:
+    """`block.forward = torch.compile(block.forward)`, after zeroify."""
+    for block in training.model.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager")
+
+
+@habits.after("compiled-model", subject=the_wrapper, stages=(3,))
+def compile_model(training: Training) -> None:
+    """`torch.compile(model)`."""
+    training.kept["wrapper"] = torch.compile(training.model, backend="aot_eager")
+
+
+@habits.change(
+    "scripted-blocks", refused="ScriptModule", remark="script nothing, or compile blocks"
+)
+def scripted(model: Any) -> None:
+    """`torch.jit.script` of each block."""
+    model.blocks = nn.ModuleList(torch.jit.script(block) for block in model.blocks)
+
+
+@habits.after("compiled-blocks", **OF_ONE_BLOCK)
+def compile_in_place(training: Training) -> None:
+    """`block.compile()`."""
+    for block in training.model.blocks:
+        block.compile(backend="aot_eager")
+
+
+habits.add("wrapped", "a module around the model is called", after=wrap, subject=the_wrapper)
+habits.add("wrapped-before", "the same, made before zeroify", before=wrap, subject=the_wrapper)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hpczero.models import GPT
 from tests.equality import models
+from tests.helpers.small_models import seeded
 
 STEPS = 10
 
@@ -226,7 +227,7 @@ def gpt_case(build: Callable[[], GPT], **changes: Any) -> Case:
 
 def seeded_case(build: Callable[[], nn.Module], **changes: Any) -> Case:
     """Training of a model of the zoo, which has the same values on every call."""
-    return Case(lambda: models.seeded(build), **changes)
+    return Case(lambda: seeded(build), **changes)
 
 
 def convnet_case(build: Callable[[], nn.Module] = models.convnet, **changes: Any) -> Case:

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from examples.convnet import ConvNet
 from hpczero.models import GPT, GPTConfig
+from tests.helpers.small_models import seeded
 
-M = TypeVar("M", bound=nn.Module)
 WIDTH = 9  # of Stack's blocks; 363 elements each, which no number of ranks from 2 to 5 divides
-
-
-def seeded(build: Callable[[], M], seed: int = 5) -> M:
-    """``build()`` with the same values on every call, none of them zero.
-
-    A tensor that starts at zero holds its updates alone, and ten roundings are much of those.
-    """
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = build()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape))
-    return model
 
 
 def gpt(**changes: object) -> GPT:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from tests.compat import hidden, outputs
+from tests.compat.construct import net
 from tests.equality import cases, models
 from tests.equality.cases import Case, Place, gpt_case, seeded_case
+from tests.helpers.small_models import seeded
 
 pytestmark = pytest.mark.mpi
 
@@ -86,7 +89,7 @@ def test_batch_norm_with_its_running_statistics(equals_one_process):
 
 def test_frozen_layer_at_the_bottom_and_frozen_parameters_inside_a_unit(equals_one_process):
     def build():
-        model = models.seeded(models.Stack)
+        model = seeded(models.Stack)
         model.entry.requires_grad_(False)
         model.block(0).requires_grad_(False)
         model.block(1).inner.weight.requires_grad_(False)
@@ -125,3 +128,18 @@ def test_units_unused_in_some_steps(equals_one_process):
 
 def test_inputs_and_outputs_of_units_that_the_loss_does_not_use(equals_one_process):
     equals_one_process(seeded_case(models.TwoHeadedStack, loss=cases.error_of_the_first))
+
+
+# --- results that are no tensors of the block's own
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        net(hidden.PostsAll, call=hidden.taken_from_board),
+        net(outputs.Table, outputs.ReadsTables),
+    ],
+    ids=["in a list of the program's", "views of parameters"],
+)
+def test_results_that_nobody_sees_or_that_share_memory(equals_one_process, build):
+    equals_one_process(Case(build, batch=lambda place: cases.vectors(place, width=6)))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch import Tensor
 
+import hpczero
 from tests.equality import cases, models
 from tests.equality.cases import Lane, gpt_case, seeded_case
 
@@ -64,6 +68,72 @@ def evaluation_between_forward_and_backward(lane: Lane) -> float:
 )
 def test_order_of_passes(equals_one_process, program):
     equals_one_process(seeded_case(models.Stack, program=program))
+
+
+# --- weights read inside gathered
+
+
+def gathered_weights(lane: Lane) -> Tensor:
+    """A penalty made of them, by hpczero's ranks and by the one process alike."""
+    inside = hasattr(lane.model, "_hpczero_sharding")
+    with hpczero.gathered(lane.model) if inside else nullcontext():
+        return 0.02 * torch.stack([p.square().sum() for p in lane.model.parameters()]).sum()
+
+
+def penalty_after_the_loss(lane: Lane) -> float:
+    loss = lane.loss()
+    lane.backward(loss)
+    penalty = gathered_weights(lane)
+    lane.backward(penalty)
+    return loss.item() + penalty.item()
+
+
+def penalty_before_the_loss(lane: Lane) -> float:
+    penalty, loss = gathered_weights(lane), lane.loss()
+    lane.backward(loss)
+    lane.backward(penalty)
+    return loss.item() + penalty.item()
+
+
+def penalty_with_the_loss(lane: Lane) -> float:
+    loss = lane.loss() + gathered_weights(lane)
+    lane.backward(loss)
+    return loss.item()
+
+
+def penalty_with_the_loss_twice(lane: Lane) -> float:
+    return penalty_with_the_loss(lane) + penalty_with_the_loss(lane)
+
+
+def penalty_instead_of_the_loss(lane: Lane) -> float:
+    penalty = gathered_weights(lane)
+    lane.backward(penalty)
+    return penalty.item()
+
+
+def gathered_between_forward_and_backward(lane: Lane) -> float:
+    loss = lane.loss()
+    gathered_weights(lane)
+    lane.backward(loss)
+    return loss.item()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    "program",
+    [
+        penalty_after_the_loss,
+        penalty_before_the_loss,
+        penalty_with_the_loss,
+        penalty_with_the_loss_twice,
+        penalty_instead_of_the_loss,
+        gathered_between_forward_and_backward,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_weights_gathered_among_the_passes(equals_one_process, program):
+    transports = ("window", "flat", "hierarchical")
+    equals_one_process(seeded_case(models.Stack, program=program, transports=transports, steps=3))
 
 
 def test_evaluation_between_steps(equals_one_process):

@@ -12,6 +12,7 @@ from tests.equality import cases, models
 from tests.equality.cases import Place
 from tests.equality.reference import TOLERANCE, relative_error
 from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import seeded
 
 pytestmark = pytest.mark.mpi
 
@@ -22,8 +23,8 @@ class Joint:
     """A model whose output another one takes; each has its own optimizer, one loss trains both."""
 
     def __init__(self) -> None:
-        self.lower = models.seeded(lambda: nn.Sequential(models.Stack(), nn.Linear(3, 5)))
-        self.upper = models.seeded(models.CheckpointedStack, seed=6)
+        self.lower = seeded(lambda: nn.Sequential(models.Stack(), nn.Linear(3, 5)))
+        self.upper = seeded(models.CheckpointedStack, seed=6)
         self.optimizers = [cases.adamw(self.lower), cases.adamw(self.upper)]
 
     def loss(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -58,7 +59,7 @@ class Rivals:
 
     def __init__(self) -> None:
         self.models = [
-            models.seeded(lambda: nn.Sequential(models.Stack(), nn.Linear(3, 5)), seed=seed)
+            seeded(lambda: nn.Sequential(models.Stack(), nn.Linear(3, 5)), seed=seed)
             for seed in (1, 2)
         ]
         self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in self.models]

@@ -59,23 +59,18 @@ def pefts(kind: str) -> Any:
         return peft.get_peft_model(base(kind), config).eval()
 
 
-def train(model: Any, optimizer: Any, rank: int) -> None:
-    """What ``trained_in_one_process`` does, on one of the ranks."""
+def train(model: Any, optimizer: Any, *ranks: int) -> None:
+    """On the mean of the losses of ``ranks``."""
     for step in range(3):
-        ids = tokens(rank, step)
-        model(input_ids=ids, labels=ids).loss.backward()
+        for rank in ranks:
+            ids = tokens(rank, step)
+            (model(input_ids=ids, labels=ids).loss / len(ranks)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def trained_in_one_process(model: Any, size: int) -> Any:
-    optimizer = optimizer_of(model)
-    for step in range(3):
-        for rank in range(size):
-            ids = tokens(rank, step)
-            (model(input_ids=ids, labels=ids).loss / size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer_of(model), *range(size))
     return model
 
 

@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,24 @@ from tests.helpers.parallel import parallel_assert
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
     from mpi4py import MPI
 
+M = TypeVar("M", bound=nn.Module)
 # Unit sizes that neither 64 nor 2 to 5 ranks divide.
 TINY = {"vocab_size": 61, "context": 11, "layers": 2, "hidden": 18, "heads": 2}
+
+
+def seeded(build: Callable[[], M], seed: int = 5) -> M:
+    """``build()`` with the same values on every call, none of them zero.
+
+    A tensor that starts at zero holds its updates alone, and ten roundings are much of those.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point() or parameter.is_complex():
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
 
 
 def tiny_gpt(seed: int = 1, **changes: Any) -> GPT:

@@ -163,22 +163,19 @@ class Training:
             hpczero.zeroify(self.model, self.optimizers, topology=topology, **options)
 
     def train(self, steps: int = STEPS) -> None:
-        for _ in range(steps):
-            size = 1 if self.topology is None else self.topology.size
-            share = BATCH // size
-            rank = 0 if self.topology is None else self.topology.rank
-            mine = tokens(self.step)[rank * share :][:share]
-            loss_of(self.model, mine, self.step).backward()
-            update(*self.optimizers)
-            self.step += 1
+        assert self.topology is not None, "train_as trains in plain torch"
+        self._train(steps, [self.topology.rank], self.topology.size, 1)
 
     def train_as(self, size: int, steps: int = STEPS) -> None:
         """In plain torch what so many ranks do: the mean of their losses, one backward after the other."""
+        self._train(steps, range(size), size, size)
+
+    def _train(self, steps: int, ranks: Sequence[int], size: int, divisor: int) -> None:
         share = BATCH // size
         for _ in range(steps):
-            for rank in range(size):
+            for rank in ranks:
                 mine = tokens(self.step)[rank * share :][:share]
-                (loss_of(self.model, mine, self.step) / size).backward()
+                (loss_of(self.model, mine, self.step) / divisor).backward()
             update(*self.optimizers)
             self.step += 1
 
@@ -187,17 +184,27 @@ class Training:
             hpczero.release(self.model)
 
 
+def stack_and_its_matrices(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[Tensor]:
+    """A stack after three steps, and its matrices after the same as parameters of their own."""
+    generator = torch.Generator().manual_seed(1)
+    stack = nn.Parameter(torch.randn(3, 7, 5, generator=generator))
+    each = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    ours, theirs = make([stack]), make(each)
+    for _ in range(3):
+        stack.grad = torch.randn(3, 7, 5, generator=generator)
+        for matrix, gradient in zip(each, stack.grad, strict=True):
+            matrix.grad = gradient.clone()
+        ours.step()
+        theirs.step()
+    return [stack.detach(), torch.stack([*each]).detach()]
+
+
 @contextmanager
 def torchs_iteration_in_fp32() -> Iterator[None]:
     """Context: torch.optim.Muon orthogonalises what it is given instead of its bf16 roundings."""
 
     with mock.patch.object(Tensor, "bfloat16", lambda tensor: tensor.clone()):
         yield
-
-
-def largest_step(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, float]:
-    """Of each parameter."""
-    return {name: float((after[name] - value).abs().max()) for name, value in before.items()}
 
 
 def same_bits(found: Sequence[dict[str, Tensor] | None]) -> bool:

@@ -11,7 +11,12 @@ from torch import nn
 
 from hpczero.optim import Muon
 from hpczero.optim.muon import orthogonalized
-from tests.optim.rules import Zoo, stock_muon, torchs_iteration_in_fp32
+from tests.optim.rules import (
+    Zoo,
+    stack_and_its_matrices,
+    stock_muon,
+    torchs_iteration_in_fp32,
+)
 
 SHAPES = [(19, 7), (7, 19), (7, 7), (1, 5), (5, 1)]
 
@@ -46,17 +51,7 @@ def test_every_bit_is_torchs(ns_dtype, adjust_lr_fn, nesterov):
 
 
 def test_a_stack_is_its_matrices():
-    generator = torch.Generator().manual_seed(1)
-    stack = nn.Parameter(torch.randn(3, 7, 5, generator=generator))
-    each = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
-    ours, theirs = Muon([stack]), Muon(each)
-    for _ in range(3):
-        stack.grad = torch.randn(3, 7, 5, generator=generator)
-        for matrix, gradient in zip(each, stack.grad, strict=True):
-            matrix.grad = gradient.clone()
-        ours.step()
-        theirs.step()
-    assert torch.equal(stack, torch.stack([*each]))
+    assert torch.equal(*stack_and_its_matrices(Muon))
 
 
 def test_singular_values_come_near_one():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hpczero.optim import Shampoo
+from tests.optim.rules import stack_and_its_matrices
 
 
 def power(matrix: np.ndarray, exponent: float) -> np.ndarray:
@@ -36,17 +39,7 @@ def test_the_update_is_the_one_that_was_published():
 
 
 def test_a_stack_is_its_matrices():
-    generator = torch.Generator().manual_seed(1)
-    stack = nn.Parameter(torch.randn(3, 6, 5, generator=generator))
-    each = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
-    ours, theirs = Shampoo([stack], every=1), Shampoo(each, every=1)
-    for _ in range(3):
-        stack.grad = torch.randn(3, 6, 5, generator=generator)
-        for matrix, gradient in zip(each, stack.grad, strict=True):
-            matrix.grad = gradient.clone()
-        ours.step()
-        theirs.step()
-    assert torch.allclose(stack, torch.stack([*each]), atol=1e-6)
+    assert torch.allclose(*stack_and_its_matrices(partial(Shampoo, every=1)), atol=1e-6)
 
 
 def loss_of(weights: Tensor, inputs: Tensor) -> Tensor:

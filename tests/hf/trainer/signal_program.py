@@ -2,7 +2,7 @@
 
 ``KIND PHASE HANDLER FOLDER``: each rank says its process as ``PID rank pid``, and ``NOW rank`` when the phase begins in
 step 3, whose parts it then draws out. HANDLER: ``default`` leaves signals as they are; ``flag`` notes them, and a
-callback saves and stops, as scripts do; ``raise`` raises an error of the script's own; ``exit`` calls ``sys.exit``.
+callback saves and stops, as scripts do; ``raise`` raises an error of the script's own.
 In the end each rank says ``DONE rank step digest`` with a digest of the whole weights.
 """
 
@@ -45,10 +45,7 @@ def install(handler: str) -> None:
     def raises(number: int, frame: Any) -> None:
         raise TimeUp(f"signal {number}")
 
-    def leaves(number: int, frame: Any) -> None:
-        sys.exit(128 + number)
-
-    found = {"flag": flag, "raise": raises, "exit": leaves}.get(handler)
+    found = {"flag": flag, "raise": raises}.get(handler)
     for number in SIGNALS if found else ():
         signal.signal(number, found)
 
