@@ -17,6 +17,7 @@ from hpczero.options.reading import load_toml
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.attempts import Attempts
 from hpczero.run.starting.resume import began_at, choose
+from tests.runs.test_metrics import DAMAGE
 
 SERIES = Environment(series="s", job="7")
 
@@ -175,18 +176,7 @@ def test_half_a_line_of_a_killed_job_costs_that_line_alone(folder: RunFolder) ->
     assert [json.loads(lines[i])["event"] for i in (0, 1, 3)] == ["start", "begin", "start"]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        b"\0" * 9,
-        b"\xff\xfe",
-        b"[" * 10**6,
-        b"[]",
-        b'{"event": "start"}',
-        b'{"event": []}',
-        b"9" * 5001,
-    ],
-)
+@pytest.mark.parametrize("damage", [*DAMAGE, b'{"event": "start"}', b'{"event": []}'])
 def test_damaged_line_costs_that_line_alone_and_is_told(
     folder: RunFolder, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
