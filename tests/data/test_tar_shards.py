@@ -15,7 +15,7 @@ import pytest
 from hpczero.data.loading import ResumableLoader, TarShards
 from hpczero.errors import ConfigError, DataError
 from tests.data.test_resumable_loader import check_resume, rank_of, taken
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
@@ -201,15 +201,10 @@ def test_ranks_share_the_headers_and_have_one_verdict(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:
     paths = [folder / f"{n:03}.tar" for n in range(4)]
-    if comm.rank == 0:
-        write_shards(folder)
-    comm.Barrier()
+    on_root(comm, write_shards, folder)
     shards = TarShards.open(paths, topology)
     parallel_assert(comm, [shards[n] for n in range(len(shards))] == plain(paths))
-    comm.Barrier()
-    if comm.rank == 0:
-        damaged(paths[1], "text")
-    comm.Barrier()
+    on_root(comm, damaged, paths[1], "text")
     for given, said in (
         (paths, "001.tar: no uncompressed"),
         (paths[2:] if comm.rank else paths[2:][::-1], "rank 1 was given other"),

@@ -191,12 +191,9 @@ def test_what_fails_on_rank_0_fails_on_all_and_leaves_nothing(
                 assert state.away.store is not None
                 if comm.rank == comm.size - 1:
                     patch.setattr(state.away.store.tier, "_read", lost)
-            raises_on_all(
-                comm,
-                kind,
-                "lost" if kind is TierError else r"cannot be written .*; check space",
-                lambda: loop._write_weights(run_of(model, topology, path)),
-            )
+            said = "lost" if kind is TierError else r"cannot be written .*; check space"
+            run = run_of(model, topology, path)
+            raises_on_all(comm, kind, said, loop._write_weights, run)
         comm.Barrier()
         names = [file.name for file in folder.iterdir()]
         parallel_assert(comm, not names, str(names))
