@@ -184,7 +184,8 @@ def test_without_shuffle_the_order_is_that_of_the_data_set() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_weights_make_the_mean_over_ranks_that_over_samples(size: int) -> None:
     """Batches of 5, 5 and 1 of 11 samples; 7 ranks have more ranks than samples in each."""
-    data, given = TensorDataset(torch.arange(11.0)), {"drop_last": False, "draws": False}
+    data = TensorDataset(torch.arange(11.0))
+    given: Any = {"drop_last": False, "draws": False}
     loaders = [
         ResumableLoader(data, topology=rank_of(rank, size), global_batch=5, **given)
         for rank in range(size)

@@ -55,7 +55,7 @@ def test_every_cut_is_the_fraction_of_its_own_number_of_units() -> None:
 def test_what_does_not_fit_goes_and_no_more() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=128, context=16, layers=6, hidden=32, heads=2))
-    units = [(f"blocks.{i}",) for i in range(6)]
+    units: list[tuple[str, ...]] = [(f"blocks.{i}",) for i in range(6)]
     plan = Plan.build(model, num_shards=2, stage=3, rule=lambda model: units)
     sizes = [unit.layout.numel for unit in plan.trainable_units]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,8 +56,9 @@ def in_seconds(seconds: Callable[[PlannedRun], float]) -> Callable[[PlannedRun],
 
     def foretell(run: PlannedRun) -> Prediction:
         others = ("backward_s", "communication_s", "update_s", "tier_s")
+        nothing: dict[str, Any] = dict.fromkeys(others, 0.0)
         base = foretell_on(machine())(run)
-        return dataclasses.replace(base, forward_s=seconds(run), **dict.fromkeys(others, 0.0))
+        return dataclasses.replace(base, forward_s=seconds(run), **nothing)
 
     return foretell
 

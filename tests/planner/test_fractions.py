@@ -49,7 +49,7 @@ def machine() -> Machine:
     return dataclasses.replace(load_machine("dgx-h100"), host_update=1e9, **disk, **host)
 
 
-def within(limit: int, run: PlannedRun) -> bool:
+def within(limit: float, run: PlannedRun) -> bool:
     return run.most <= limit
 
 
