@@ -157,7 +157,7 @@ def test_sharded_and_divided_models_write_the_text_of_the_dense_model(
 def test_prompt_may_be_empty(tmp_path: Path) -> None:
     model = dense_model()
     path = save(model, tmp_path / "model.safetensors")
-    words = ["-m", "hpczero.sample", path, "--tokens", "12", "--temperature", "0"]
+    words = ["-m", "hpczero.sample", str(path), "--tokens", "12", "--temperature", "0"]
     done = run_ranks(2, words, timeout=100).ended()
     expected = dense_text(model, [ByteTokenizer.separator], num_tokens=12, temperature=0.0)
     assert done.stdout.splitlines() == f"{expected}\n".splitlines()
