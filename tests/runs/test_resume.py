@@ -17,7 +17,7 @@ from hpczero.checkpoint.disk.folder import Folder
 from hpczero.models import PRESETS
 from tests.checkpoint.programs import state_digests
 from tests.helpers.killed import Job
-from tests.helpers.mpirun import run_alone, run_ranks
+from tests.helpers.mpirun import run_ranks
 from tests.helpers.runs import losses, options, steps, train
 from tests.runs.two_runs import damage
 
@@ -196,15 +196,6 @@ def test_another_run_may_begin_where_this_one_is(stopped: Path) -> None:
     train(stopped, train__steps=14, run__name="other", resume__from=source).ended()
     first = json.loads((stopped / "other" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == 13
-
-
-def test_options_of_a_run_that_replaced_another_go_on_with_it_given_again(stopped: Path) -> None:
-    train(stopped, ranks=1, train__steps=3, run__overwrite="true").ended()
-    assert (steps(stopped), len(losses(stopped))) == ([3], 3)
-    kept = stopped / "r" / "config.toml"
-    job = run_alone(["-m", "hpczero.train", kept, "--train.steps", "5"], timeout=90).ended()
-    assert "step-000000003: step 3" in job.said, job
-    assert steps(stopped) == [5, 3]
 
 
 # The training command, which says at its end how many elements of initial weights this rank has made.
