@@ -201,6 +201,15 @@ def test_every_command_that_is_named_answers_help() -> None:
         assert f"python -m {command}" in help_of("-m", command)
 
 
+MORE_HELP = (
+    "-m hpczero.data prepare",
+    "-m hpczero.plan --auto",
+    *(f"-m hpczero.checkpoint {verb}" for verb in ("verify", "export", "import")),
+    "examples/resume_later.py",
+    "examples/adapters.py",
+)
+
+
 def has_option(text: str, option: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(option)}(?![\w.-])", text) is not None
 
@@ -211,18 +220,12 @@ def test_every_option_that_is_named_exists(document: Path) -> None:
     for line in without_map(document.read_text()).splitlines():
         commands = re.findall(r" -m ((?:hpczero|scaling|tests)[\w.]*)", line) or sorted(COMMANDS)
         helps = [help_of("-m", command) for command in commands]
-        helps += [help_of("-m", "hpczero.data", "prepare"), help_of("examples/resume_later.py")]
-        helps += [help_of("examples/adapters.py")]
-        helps += [help_of("-m", "hpczero.plan", "--auto")]
-        helps += [
-            help_of("-m", "hpczero.checkpoint", verb) for verb in ("verify", "export", "import")
-        ]
+        helps += [help_of(*words.split()) for words in MORE_HELP]
         for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", line):
             name = option.replace("-", "_").replace("__", "--", 1)
             spellings = {option, name}  # argparse has hyphens
-            if option not in NOT_OURS and not any(
-                has_option(t, s) for t in helps for s in spellings
-            ):
+            known = any(has_option(text, spelling) for text in helps for spelling in spellings)
+            if not known and option not in NOT_OURS:
                 unknown.append(option)
     assert unknown == []
 
@@ -233,18 +236,15 @@ def test_options_of_train_are_listed_with_their_defaults() -> None:
     for section in dataclasses.fields(RunConfig):
         options = getattr(RunConfig(), section.name)
         for option in dataclasses.fields(options):
-            defaults[f"--{section.name}.{option.name.removesuffix('_')}"] = getattr(
-                options, option.name
-            )
+            name = f"--{section.name}.{option.name.removesuffix('_')}"
+            defaults[name] = getattr(options, option.name)
     assert list(table) == list(defaults)
     for name, default in defaults.items():
         if default is None:
             assert "`" not in table[name], name
-        elif isinstance(default, tuple):
-            assert table[name] == f"`{' '.join(map(str, default))}`"
-        else:
-            shown = str(default).lower() if isinstance(default, bool) else str(default)
-            assert table[name] == f"`{shown}`", name
+            continue
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        assert table[name] == f"`{shown.lower() if isinstance(default, bool) else shown}`", name
 
 
 def test_presets_are_listed() -> None:
@@ -253,9 +253,8 @@ def test_presets_are_listed() -> None:
 
 
 def test_fields_of_the_metrics_file_are_listed() -> None:
-    listed = [
-        name for cells in rows(RUNNING, "| Field |") for name in re.findall(r"`(\w+)`", cells[0])
-    ]
+    cells = " ".join(row[0] for row in rows(RUNNING, "| Field |"))
+    listed = re.findall(r"`(\w+)`", cells)
     assert listed == [field.name for field in dataclasses.fields(StepMetrics)]
 
 

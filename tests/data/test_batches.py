@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,23 +54,37 @@ def test_targets_are_the_next_tokens() -> None:
     assert y.flags.c_contiguous
 
 
-def test_indivisible_batch_is_refused_with_the_nearest_that_work() -> None:
-    message = (
-        r"global batch 24 .* world size 5 x accumulation 2 = 10; use a global batch of 20 or 30"
-    )
-    with pytest.raises(ConfigError, match=message):
-        Batches(TOKENS, 9, 24, seed=0).micro_batch(0, 0, 0, 5, 2)
-    with pytest.raises(ConfigError, match=r"use a global batch of 4,"):
-        micro_batch_size(3, 4, 1)
-    with pytest.raises(ConfigError, match="world size 0"):
-        micro_batch_size(3, 0, 1)
+def evaluated(micro: int, rank: int) -> EvaluationBatch:
+    return next(HeldOut(TOKENS, 10).batches(micro_batch=micro, rank=rank, world_size=2))
 
 
-def test_ranks_and_micro_steps_out_of_range_are_refused() -> None:
-    batches = Batches(TOKENS, 9, 12, seed=0)
-    for micro_step, rank in ((0, 2), (0, -1), (3, 0), (-1, 0)):
-        with pytest.raises(ConfigError, match="expected both in range"):
-            batches.micro_batch(0, micro_step, rank, world_size=2, accumulation=3)
+IN_RANGE = "expected both in range"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: Batches(TOKENS, 9, 24, seed=0).micro_batch(0, 0, 0, 5, 2),
+            r"global batch 24 .* world size 5 x accumulation 2 = 10; use a global batch of 20 or 30",
+        ),
+        (lambda: micro_batch_size(3, 4, 1), r"use a global batch of 4,"),
+        (lambda: micro_batch_size(3, 0, 1), "world size 0"),
+        (lambda: Batches(TOKENS, 9, 12, seed=0).micro_batch(0, 0, 2, 2, 3), IN_RANGE),
+        (lambda: Batches(TOKENS, 9, 12, seed=0).micro_batch(0, 0, -1, 2, 3), IN_RANGE),
+        (lambda: Batches(TOKENS, 9, 12, seed=0).micro_batch(0, 3, 0, 2, 3), IN_RANGE),
+        (lambda: Batches(TOKENS, 9, 12, seed=0).micro_batch(0, -1, 0, 2, 3), IN_RANGE),
+        (lambda: Batches(TOKENS, 0, 1, seed=0), "expected at least 1"),
+        (lambda: Batches(TOKENS, 1, 0, seed=0), "expected at least 1"),
+        (lambda: evaluated(0, 0), IN_RANGE),
+        (lambda: evaluated(1, 2), IN_RANGE),
+        (lambda: evaluated(1, -1), IN_RANGE),
+        (lambda: HeldOut(TOKENS, 10, 0), "got 0 held-out samples"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call()
 
 
 def test_too_few_tokens_for_one_sample_are_refused_with_both_numbers() -> None:
@@ -77,12 +93,6 @@ def test_too_few_tokens_for_one_sample_are_refused_with_both_numbers() -> None:
     with pytest.raises(DataError, match=r"held-out split has 9 tokens, .* length 9 needs 10"):
         HeldOut(TOKENS[:9], 9)
     assert Batches(TOKENS[:10], 9, 1, seed=0).sampler.num_samples == 1
-
-
-@pytest.mark.parametrize(("seq_len", "size"), [(0, 1), (1, 0), (-1, 1)])
-def test_sizes_below_one_are_refused(seq_len: int, size: int) -> None:
-    with pytest.raises(ConfigError, match="expected at least 1"):
-        Batches(TOKENS, seq_len, size, seed=0)
 
 
 def evaluation(held_out: HeldOut, micro: int, world_size: int) -> list[list[EvaluationBatch]]:
@@ -127,11 +137,3 @@ def test_a_row_counts_or_is_alone() -> None:
 def test_held_out_samples_are_spread_over_the_split() -> None:
     starts = [int(row[0]) for row in evaluation(HeldOut(TOKENS, 10, 4), 4, 1)[0][0].x]
     assert starts == [0, 250, 500, 750]
-
-
-@pytest.mark.parametrize(("micro", "rank"), [(0, 0), (1, 2), (1, -1)])
-def test_evaluation_out_of_range_is_refused(micro: int, rank: int) -> None:
-    with pytest.raises(ConfigError, match="expected both in range"):
-        next(HeldOut(TOKENS, 10).batches(micro_batch=micro, rank=rank, world_size=2))
-    with pytest.raises(ConfigError, match="got 0 held-out samples"):
-        HeldOut(TOKENS, 10, 0)

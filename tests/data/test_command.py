@@ -58,17 +58,3 @@ def test_bad_input_is_one_line_and_exit_78(args: tuple[str, ...], said: str) -> 
     done = data(*args).ended(78)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.fresh
-def test_a_bad_option_starts_neither_torch_nor_mpi_nor_hdf5() -> None:
-    code = (
-        "import sys\n"
-        "from hpczero.data.__main__ import main\n"
-        "sys.argv = ['data', 'prepare', '--bogus']\n"
-        "try:\n    main()\n"
-        "except ValueError as end:\n    sys.stdout.write(f'ended by {type(end).__name__}')\n"
-        "assert not {'torch', 'mpi4py.MPI', 'h5py', 'tokenizers'} & set(sys.modules)\n"
-    )
-    done = run_command([sys.executable, "-c", code], timeout=60).ended()
-    assert "ended by ConfigError" in done.stdout

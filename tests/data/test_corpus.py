@@ -120,11 +120,6 @@ def test_standard_library_is_python_source_without_tests() -> None:
     assert found.nbytes > 3_000_000
 
 
-def test_missing_path_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere: no such file or folder; give existing"):
-        Corpus.of_paths([tmp_path / "nowhere"])
-
-
 def test_paths_without_text_are_refused_by_name(tmp_path: Path) -> None:
     empty = write(tmp_path / "folder/empty", b"")
     good = write(tmp_path / "good", b"text")
@@ -133,6 +128,8 @@ def test_paths_without_text_are_refused_by_name(tmp_path: Path) -> None:
             Corpus.of_paths([good, path])
     with pytest.raises(DataError, match="no text files were given"):
         Corpus.of_paths([])
+    with pytest.raises(DataError, match=r"nowhere: no such file or folder; give existing"):
+        Corpus.of_paths([tmp_path / "nowhere"])
 
 
 def test_failing_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

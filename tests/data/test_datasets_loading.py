@@ -12,7 +12,7 @@ import torch
 from hpczero.data import Sampler
 from hpczero.data.loading import ResumableLoader
 from hpczero.errors import ConfigError
-from tests.data.test_resumable_loader import rank_of, taken
+from tests.data.test_resumable_loader import check_resume, rank_of, taken
 
 # Others' code warns of itself; a warning of hpczero's is an error as everywhere.
 pytestmark = pytest.mark.filterwarnings("ignore", "error:::hpczero")
@@ -60,22 +60,19 @@ def seen(loaders: list[ResumableLoader], steps: int) -> list[tuple[Any, ...]]:
 def test_resume_on_other_ranks_gives_the_rows_that_would_have_come(
     tmp_path: Path, before: int, after: int, steps: int, draws: bool
 ) -> None:
-    data = dataset(tmp_path / "d")
-    data = data.with_transform(noisy) if draws else data.with_format("torch")
-    whole = seen([loader(data, 0, 1, draws=draws)], 9)
-    order = Sampler(ROWS, 3)
+    def data() -> Any:
+        """Loaded anew, as by another job."""
+        loaded = dataset(tmp_path / "d")
+        return loaded.with_transform(noisy) if draws else loaded.with_format("torch")
+
+    def make(rank: int, size: int) -> ResumableLoader:
+        return loader(data(), rank, size, draws=draws)
+
+    whole = seen([make(0, 1)], 9)
+    order, plain = Sampler(ROWS, 3), data()
     places = [*range(24), *range(ROWS, ROWS + 24)]
-    plain = [data[order.sample(place)] for place in places]
-    assert [row[1] for row in whole[:48]] == [row["text"] for row in plain]
-    first = [loader(data, rank, before, draws=draws) for rank in range(before)]
-    assert seen(first, steps) == whole[: steps * 6]
-    state = first[-1].state_dict()
-    again = dataset(tmp_path / "d")  # of another job, loaded anew
-    again = again.with_transform(noisy) if draws else again.with_format("torch")
-    second = [loader(again, rank, after, draws=draws) for rank in range(after)]
-    for each in second:
-        each.load_state_dict(state)
-    assert seen(second, 9 - steps) == whole[steps * 6 :]
+    assert [row[1] for row in whole[:48]] == [plain[order.sample(n)]["text"] for n in places]
+    check_resume(seen, whole, make, before, after, steps)
 
 
 def test_other_rows_of_the_same_number_are_refused_by_name(tmp_path: Path) -> None:

@@ -143,13 +143,6 @@ def test_cut_of_what_is_no_text_stays_where_it_is(junk: int, at: int) -> None:
     assert training_length(b"\x80" * junk, at) == min(at, junk)
 
 
-def test_bytes_that_are_no_text_at_all_are_divided(tmp_path: Path) -> None:
-    (tmp_path / "junk").write_bytes(b"\x80" * 1000)
-    prepare(Corpus.of_paths([tmp_path / "junk"]), tmp_path / "t.h5")
-    with TokenFile.open(tmp_path / "t.h5") as file:
-        assert (len(file.train), len(file.validation)) == (950, 51)
-
-
 @pytest.mark.parametrize("at", [5_000, 99_000])  # learned from, and held out
 def test_text_that_is_not_utf8_is_told_with_file_and_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
@@ -255,26 +248,6 @@ def test_bpe_file_decodes_to_the_text_and_has_its_vocabulary(folder: Path, tmp_p
         assert by_pairs.train.dtype == np.uint16
 
 
-def test_bpe_never_sees_the_held_out_text(
-    folder: Path, tmp_path: Path, learned: list[bytes]
-) -> None:
-    with TokenFile.open(make(folder, tmp_path / "t.h5", tokenizer="bpe", vocab_size=290)) as file:
-        trained_on = file.tokenizer.decode(file.train[: len(file.train)].tolist())
-    assert b"".join(learned) == trained_on
-
-
-def test_large_corpora_are_written_in_pieces(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_once = make(folder, tmp_path / "one.h5")
-    monkeypatch.setattr(tokenwriter, "SLAB_NUMEL", 100)
-    monkeypatch.setattr(sys.modules["hpczero.data.prepare"], "UNIT_NBYTES", 500)
-    in_pieces = make(folder, tmp_path / "two.h5")
-    with TokenFile.open(at_once) as one, TokenFile.open(in_pieces) as two:
-        assert np.array_equal(one.train[: len(one.train)], two.train[: len(two.train)])
-        assert len(one.validation) == len(two.validation)
-
-
 def test_large_vocabularies_get_wider_tokens(tmp_path: Path) -> None:
     class Wide(ByteTokenizer):
         vocab_size = 70_000
@@ -301,34 +274,35 @@ def test_failure_leaves_no_file_and_keeps_the_old_one(tmp_path: Path, folder: Pa
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_corpus_too_small_to_split_is_refused(tmp_path: Path) -> None:
-    for text, fraction, said in (
-        (b"tiny", 0.05, r"the corpus has 4 bytes, too few to hold out 0.05"),
-        ("☃".encode(), 0.5, "was there enough text for both splits"),
-    ):
-        (tmp_path / "tiny").write_bytes(text)
-        with pytest.raises(DataError, match=said):
-            make(tmp_path / "tiny", tmp_path / "tokens.h5", validation_fraction=fraction)
-        assert not (tmp_path / "tokens.h5").exists()
+ENOUGH = "some lines\n" * 100
+BPE: dict[str, Any] = {"tokenizer": "bpe"}
+OWN: dict[str, Any] = {"tokenizer": ByteTokenizer()}
 
 
 @pytest.mark.parametrize(
-    ("out", "options", "said"),
+    ("text", "out", "options", "said"),
     [
         *(
-            ("t.h5", {"validation_fraction": fraction}, r"expected 0 < fraction < 1")
+            (ENOUGH, "t.h5", {"validation_fraction": fraction}, r"expected 0 < fraction < 1")
             for fraction in (0.0, 1.0, -0.1, float("nan"))
         ),
-        ("t.h5", {"vocab_size": 300}, "vocabulary of 300 for the bytes tokenizer"),
-        ("text/0.txt/t.h5", {}, "cannot be written"),
-        ("text", {}, "text: is a directory"),
+        (ENOUGH, "t.h5", {"vocab_size": 300}, "vocabulary of 300 for the bytes tokenizer"),
+        (ENOUGH, "t.h5", {**BPE, "vocab_text_mib": 0}, "expected at least 1"),
+        (ENOUGH, "t.h5", {**BPE, "vocab_text_mib": -3}, "expected at least 1"),
+        (ENOUGH, "t.h5", {"vocab_text_mib": 3}, "only the bpe tokenizer learns one"),
+        (ENOUGH, "t.h5", {**OWN, "vocab_text_mib": 3}, "only the bpe tokenizer learns one"),
+        (ENOUGH, "text/t.h5", {}, "cannot be written"),
+        ("tiny", "t.h5", {}, r"the corpus has 4 bytes, too few to hold out 0.05"),
+        ("☃", "t.h5", {"validation_fraction": 0.5}, "was there enough text for both splits"),
     ],
 )
-def test_options_and_places_that_cannot_be_are_refused(
-    folder: Path, tmp_path: Path, out: str, options: dict[str, Any], said: str
+def test_options_places_and_texts_that_cannot_be_are_refused(
+    tmp_path: Path, text: str, out: str, options: dict[str, Any], said: str
 ) -> None:
+    (tmp_path / "text").write_text(text)
     with pytest.raises((ConfigError, DataError), match=said):
-        make(folder, tmp_path / out, **options)
+        make(tmp_path / "text", tmp_path / out, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_default_file_is_made_once_and_found_again(tmp_path: Path) -> None:
@@ -368,7 +342,7 @@ def test_what_a_killed_writer_left_goes_and_what_another_is_writing_stays(tmp_pa
 
 
 @pytest.mark.parametrize("mib", [1, 3, 100])
-def test_bpe_learns_from_blocks_at_even_distances_of_a_large_text(
+def test_bpe_learns_from_blocks_at_even_distances_of_a_large_text_and_never_from_what_is_held_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learned: list[bytes], mib: int
 ) -> None:
     monkeypatch.setattr(corpus, "BLOCK_NBYTES", 2**16)
@@ -388,20 +362,3 @@ def test_bpe_learns_from_blocks_at_even_distances_of_a_large_text(
     block = 2**16 // len(lines[0]) + 1
     assert max(gaps) <= block * (len(training) // (mib * 2**20) + 2)
     assert numbers[-1] <= last
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"tokenizer": "bpe", "vocab_text_mib": 0}, "expected at least 1"),
-        ({"tokenizer": "bpe", "vocab_text_mib": -3}, "expected at least 1"),
-        ({"tokenizer": "bytes", "vocab_text_mib": 3}, "only the bpe tokenizer learns one"),
-        ({"tokenizer": ByteTokenizer(), "vocab_text_mib": 3}, "only the bpe tokenizer learns one"),
-    ],
-)
-def test_text_of_the_vocabulary_that_means_nothing_is_refused(
-    tmp_path: Path, options: dict[str, Any], what: str
-) -> None:
-    (tmp_path / "text").write_text("some lines\n" * 100)
-    with pytest.raises(ConfigError, match=what):
-        make(tmp_path / "text", tmp_path / "tokens.h5", **options)

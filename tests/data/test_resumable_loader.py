@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from hpczero.data import Sampler
 from hpczero.data.loading import ResumableLoader
@@ -68,6 +69,30 @@ def seen(loaders: list[ResumableLoader], steps: int) -> list[tuple[int, list[flo
     return found
 
 
+def check_resume(
+    seen: Callable[[list[ResumableLoader], int], list[Any]],
+    whole: list[Any],
+    make: Callable[[int, int], ResumableLoader],
+    before: int,
+    after: int,
+    steps: int,
+) -> None:
+    """``before`` ranks and then, from their state, ``after`` ranks have seen ``whole``, nine batches of one process.
+
+    Args:
+        make: the loader of a rank of so many.
+        steps: before the change.
+    """
+    first = [make(rank, before) for rank in range(before)]
+    assert seen(first, steps) == whole[: steps * 6]
+    states = [each.state_dict() for each in first]
+    assert all(state == states[0] for state in states)
+    second = [make(rank, after) for rank in range(after)]
+    for each in second:
+        each.load_state_dict(states[0])
+    assert seen(second, 9 - steps) == whole[steps * 6 :]
+
+
 def test_samples_are_those_of_the_sampler_epoch_after_epoch() -> None:
     found = [index for index, _ in seen([loader()], 7)]
     order = Sampler(23, 3)
@@ -83,18 +108,10 @@ def test_resume_on_other_ranks_with_workers_gives_what_would_have_come(
     before: int, after: int, num_workers: int, taken: int
 ) -> None:
     """Bit for bit, what augmentation draws too; workers have read ahead of where the state was made."""
-    whole = seen([loader()], 9)
     options: dict[str, Any] = {"num_workers": num_workers}
     if num_workers:
         options |= {"prefetch_factor": 3, "persistent_workers": True}
-    first = [loader(rank, before, **options) for rank in range(before)]
-    assert seen(first, taken) == whole[: taken * 6]
-    states = [each.state_dict() for each in first]
-    assert all(state == states[0] for state in states)
-    second = [loader(rank, after, **options) for rank in range(after)]
-    for each in second:
-        each.load_state_dict(states[0])
-    assert seen(second, 9 - taken) == whole[taken * 6 :]
+    check_resume(seen, seen([loader()], 9), partial(loader, **options), before, after, steps=taken)
 
 
 def test_loop_that_is_left_early_is_gone_on_with() -> None:
@@ -160,23 +177,17 @@ def test_program_draws_the_same_numbers_with_and_without_the_loader() -> None:
 
 
 def test_without_shuffle_the_order_is_that_of_the_data_set() -> None:
-    found = [
-        index for index, _ in seen([loader(shuffle=False, drop_last=False, global_batch=23)], 2)
-    ]
-    assert found == [*range(23), *range(23)]
+    found = seen([loader(shuffle=False, drop_last=False, global_batch=23)], 2)
+    assert [index for index, _ in found] == [*range(23), *range(23)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_weights_make_the_mean_over_ranks_that_over_samples(size: int) -> None:
     """Batches of 5, 5 and 1 of 11 samples; 7 ranks have more ranks than samples in each."""
+    data = TensorDataset(torch.arange(11.0))
+    given: Any = {"drop_last": False, "draws": False}
     loaders = [
-        ResumableLoader(
-            TensorDataset(torch.arange(11.0)),
-            topology=rank_of(rank, size),
-            global_batch=5,
-            drop_last=False,
-            draws=False,
-        )
+        ResumableLoader(data, topology=rank_of(rank, size), global_batch=5, **given)
         for rank in range(size)
     ]
     order = Sampler(11, 0)
@@ -207,15 +218,6 @@ def test_weights_make_the_mean_over_ranks_that_over_samples(size: int) -> None:
 def test_what_would_be_silently_wrong_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         iter(loader(**options))
-
-
-def test_streams_are_refused_by_name() -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(9))
-
-    with pytest.raises(ConfigError, match="got a Stream, which has no samples by number"):
-        ResumableLoader(Stream(), global_batch=1, topology=rank_of(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -285,20 +287,8 @@ def test_data_set_that_raises_stop_iteration_ends_no_epoch_unseen() -> None:
                 raise StopIteration
             return index
 
+    given: Any = {"global_batch": 6, "shuffle": False, "draws": False}
     for num_workers in (0, 1):
-        ours = ResumableLoader(
-            Ends(23),
-            global_batch=6,
-            topology=rank_of(0, 1),
-            shuffle=False,
-            draws=False,
-            num_workers=num_workers,
-        )
+        ours = ResumableLoader(Ends(23), topology=rank_of(0, 1), num_workers=num_workers, **given)
         with pytest.raises(RuntimeError, match="batch 1 of 3 raised StopIteration"):
             list(ours)
-
-
-def test_state_of_a_data_set_with_a_fingerprint_is_refused_by_one_without() -> None:
-    state = {**loader().state_dict(), "fingerprint": "of others"}
-    with pytest.raises(ConfigError, match="fingerprint was of others and is None"):
-        loader().load_state_dict(state)

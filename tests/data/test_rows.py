@@ -17,7 +17,7 @@ from hpczero.data.team import Ranks
 from hpczero.data.tokenize import LibraryTokenizer
 from hpczero.errors import ConfigError, DataError
 from tests.helpers.mpirun import run_ranks
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
@@ -160,16 +160,13 @@ def test_file_has_the_same_bytes_on_any_number_of_ranks(
     import tokenizers
 
     rows = texts(157)
-    paths = [folder / form] if form == "saved" else [folder / f"{form}.parquet"]
     options: dict[str, Any] = {"tokenizer": tokenizer}
-    if comm.rank == 0:
-        paths = write(folder, form, rows)
-        library_tokenizer(rows, folder)
-    paths = comm.bcast(paths)
+    paths = comm.bcast(write(folder, form, rows) if comm.rank == 0 else None)
+    file = str(folder / "tokenizer.json")
+    on_root(comm, library_tokenizer, rows, folder)
     if tokenizer == "bpe":
         options["vocab_size"] = 300
     if tokenizer == "library":
-        file = str(folder / "tokenizer.json")
         options["tokenizer"] = LibraryTokenizer.of_file(file, "<end>")
     if comm.rank == 0:
         prepare(corpus_of(paths, "text"), folder / "alone.h5", **options)
@@ -179,7 +176,7 @@ def test_file_has_the_same_bytes_on_any_number_of_ranks(
     same = (folder / "alone.h5").read_bytes() == (folder / "together.h5").read_bytes()
     parallel_assert(comm, same, "other bytes")
     if tokenizer == "library":
-        plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        plain = tokenizers.Tokenizer.from_file(file)
         plain.no_truncation()
         plain.no_padding()
 
@@ -197,10 +194,8 @@ def test_command_on_ranks_writes_the_file_of_one_process(tmp_path: Path) -> None
     model = LibraryTokenizer.of_file(str(tokenizer), "<end>")
     prepare(corpus_of([path], "text", "train"), tmp_path / "alone.h5", tokenizer=model)
     out = tmp_path / "together.h5"
-    words = (
-        f"-m hpczero.data prepare {path} --column text --split train --separator <end> --out {out}"
-    )
-    words += f" --tokenizer-file {tokenizer}"
+    words = f"-m hpczero.data prepare {path} --column text --split train --out {out}"
+    words += f" --separator <end> --tokenizer-file {tokenizer}"
     run_ranks(2, words.split(), timeout=90).ended()
     assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
     with TokenFile.open(out) as file:
@@ -224,9 +219,7 @@ def test_what_one_rank_meets_is_the_error_of_all_and_leaves_nothing(
     rows: list[Any] = texts(50)
     rows[40] = None if harm == "null" else "text"
     path = folder / "x.parquet"
-    if comm.rank == 0:
-        dataset(rows).to_parquet(path, batch_size=9)
-    comm.Barrier()
+    on_root(comm, dataset(rows).to_parquet, path, batch_size=9)
     team = Ranks(topology)
 
     def whole() -> None:

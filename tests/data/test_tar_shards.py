@@ -14,8 +14,8 @@ import pytest
 
 from hpczero.data.loading import ResumableLoader, TarShards
 from hpczero.errors import ConfigError, DataError
-from tests.data.test_resumable_loader import rank_of, taken
-from tests.helpers.parallel import parallel_assert
+from tests.data.test_resumable_loader import check_resume, rank_of, taken
+from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
@@ -76,22 +76,17 @@ def test_samples_are_those_that_tarfile_reads(tmp_path: Path) -> None:
 def test_loader_resumes_in_shards_on_other_ranks_with_workers(tmp_path: Path) -> None:
     shards = TarShards.open(write_shards(tmp_path), decode=length)
 
-    def loaders(size: int, **options: Any) -> list[ResumableLoader]:
-        given = {"global_batch": 6, "draws": False, "collate_fn": list, **options}
-        ranks = [rank_of(rank, size) for rank in range(size)]
-        return [ResumableLoader(shards, topology=each, **given) for each in ranks]
+    def make(rank: int, size: int) -> ResumableLoader:
+        given: Any = {"global_batch": 6, "draws": False, "collate_fn": list}
+        workers = 1 if size == 2 else 0
+        return ResumableLoader(shards, topology=rank_of(rank, size), num_workers=workers, **given)
 
     def seen(group: list[ResumableLoader], steps: int) -> list[Any]:
         return [sample for batch in taken(group, steps) for sample in batch]
 
-    whole = seen(loaders(1), 5)
+    whole = seen([make(0, 1)], 9)
     assert len(set(whole[:12])) == 12
-    before = loaders(2, num_workers=1)
-    assert seen(before, 3) == whole[:18]
-    after = loaders(3)
-    for each in after:
-        each.load_state_dict(before[0].state_dict())
-    assert seen(after, 2) == whole[18:]
+    check_resume(seen, whole, make, before=2, after=3, steps=3)
 
 
 def test_state_of_other_shards_of_equal_length_is_refused(tmp_path: Path) -> None:
@@ -206,15 +201,10 @@ def test_ranks_share_the_headers_and_have_one_verdict(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:
     paths = [folder / f"{n:03}.tar" for n in range(4)]
-    if comm.rank == 0:
-        write_shards(folder)
-    comm.Barrier()
+    on_root(comm, write_shards, folder)
     shards = TarShards.open(paths, topology)
     parallel_assert(comm, [shards[n] for n in range(len(shards))] == plain(paths))
-    comm.Barrier()
-    if comm.rank == 0:
-        damaged(paths[1], "text")
-    comm.Barrier()
+    on_root(comm, damaged, paths[1], "text")
     for given, said in (
         (paths, "001.tar: no uncompressed"),
         (paths[2:] if comm.rank else paths[2:][::-1], "rank 1 was given other"),

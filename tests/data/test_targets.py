@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from hpczero.data import Corpus, TokenFile, prepare
 from hpczero.errors import DataError
 from hpczero.job.long_work import Progress
-from tests.helpers.mpirun import run_command
 
 TEXT = "a line of some text\n" * 200
 
@@ -114,12 +112,3 @@ def test_file_that_somebody_puts_there_meanwhile_stays(tmp_path: Path, text: Pat
         prepare(corpus, out, progress=Put())
     assert out.read_text() == "mine"
     assert sorted(tmp_path.iterdir()) == sorted([out, text])
-
-
-def test_command_that_would_overwrite_its_text_leaves_it(tmp_path: Path, text: Path) -> None:
-    command = [sys.executable, "-m", "hpczero.data", "prepare", str(text), "--out"]
-    for out, said in ((str(text), "is one of the texts"), (".", "is a directory")):
-        done = run_command([*command, out], timeout=60, cwd=tmp_path).ended(78)
-        assert f"DataError: {out}: {said}" in done.stderr, done
-        assert "Traceback" not in done.stderr, done
-    assert text.read_text() == TEXT

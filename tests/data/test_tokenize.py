@@ -40,23 +40,6 @@ def test_bpe_round_trips_any_text(bpe: BPETokenizer, text: str) -> None:
     assert all(0 <= index < bpe.separator for index in ids)
 
 
-# Whitespace of all kinds, a sign that is whitespace for Python alone, what contractions are made of, several scripts.
-ONES = " \n\t\r\x0b\x1c\x85\xa0\u2003\u3000'a7é中☃_.，(アж"
-PIECES = st.sampled_from([*ONES, "  ", "\n\n", "'s", "'ll", "def"])
-
-
-@given(pieces=st.lists(PIECES, max_size=60), length=st.integers(1, 9))
-def test_ids_of_parts_are_those_of_the_whole(
-    bpe: BPETokenizer, pieces: list[str], length: int
-) -> None:
-    text = "".join(pieces)
-    parts = list(divided(text, length))
-    assert "".join(parts) == text
-    assert all(len(part) >= length for part in parts[:-1])
-    found = [index for part in parts for index in bpe.model.encode(part).ids]
-    assert found == bpe.model.encode(text).ids == bpe.encode(text.encode()).tolist()
-
-
 def test_vocabulary_learnt_from_parts_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"def f{n}(x):\n\n    return  x * {n}  # naïve – ☃\n" for n in range(300))
     whole = BPETokenizer.train([text.encode()], vocab_size=400)
@@ -151,11 +134,21 @@ def test_no_word_goes_on_from_any_letter_to_any_sign(of: str, pattern: str) -> N
     ]
 
 
-@given(text=SCRIPTS, length=st.integers(1, 9))
-def test_words_of_parts_are_those_of_the_whole(text: str, length: int) -> None:
+# Whitespace of all kinds, a sign that is whitespace for Python alone, what contractions are made of, several scripts.
+ONES = " \n\t\r\x0b\x1c\x85\xa0\u2003\u3000'a7é中☃_.，(アж"
+SPACED = st.lists(st.sampled_from([*ONES, "  ", "\n\n", "'s", "'ll", "def"]), max_size=60)
+
+
+@given(text=SPACED.map("".join) | SCRIPTS, length=st.integers(1, 9))
+def test_words_and_ids_of_parts_are_those_of_the_whole(
+    bpe: BPETokenizer, text: str, length: int
+) -> None:
     parts = list(divided(text, length))
     assert "".join(parts) == text
+    assert all(len(part) >= length for part in parts[:-1])
     assert [word for part in parts for word in words(part)] == words(text)
+    found = [index for part in parts for index in bpe.model.encode(part).ids]
+    assert found == bpe.model.encode(text).ids == bpe.encode(text.encode()).tolist()
 
 
 def test_text_without_spaces_is_divided_at_its_punctuation() -> None:

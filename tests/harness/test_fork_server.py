@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +139,20 @@ time.sleep(60)
 """
 
 
+def wait_until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def waiting(path: Path) -> tuple[subprocess.Popen[bytes], int]:
     """A forked job that waits: its shim, and its own id."""
     environment = launch_environment(PYTHONPATH=os.fspath(ROOT), OMP_NUM_THREADS="1")
     command = server.forked((sys.executable, "-c", WAITS, os.fspath(path)), environment)
     assert len(command) > 4
     shim = subprocess.Popen(command, env=environment, start_new_session=True)
-    deadline = time.monotonic() + 30
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: path.exists() and bool(path.read_text()))
     return shim, int(path.read_text())
 
 
@@ -166,10 +171,7 @@ def test_job_whose_shim_is_killed_is_killed(tmp_path: Path) -> None:
     shim, pid = waiting(tmp_path / "pid")
     shim.kill()
     shim.wait()
-    deadline = time.monotonic() + 30
-    while Process.read(pid) is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: Process.read(pid) is None)
 
 
 def test_ranks_of_a_job_are_processes_of_mpi_with_numbers_of_their_own() -> None:
@@ -183,6 +185,7 @@ def test_ranks_of_a_job_are_processes_of_mpi_with_numbers_of_their_own() -> None
     )
     done = run_ranks(3, ["-c", program], 60).ended()
     assert sorted(done.stdout.split("\n")) == ["", "0 3", "1 3", "2 3"]
+    assert run_ranks(2, ["-c", FORKED], 60).stdout.split() == ["forked", "forked"]
 
 
 def test_rank_that_raises_ends_the_others_by_mpi4py() -> None:
@@ -200,10 +203,6 @@ def test_what_a_job_starts_with_its_own_interpreter_comes_from_the_server_too() 
     limited = starts.replace("sys.exit", f"{LOWERS}; sys.exit")
     for program in (other, limited):
         assert both("-c", program)[0].stdout == "anew\n"
-
-
-def test_ranks_come_from_the_server_whatever_their_launcher_adds() -> None:
-    assert sorted(run_ranks(2, ["-c", FORKED], 60).stdout.split()) == ["forked", "forked"]
 
 
 def test_a_program_that_stands_for_python(tmp_path: Path) -> None:
@@ -281,22 +280,6 @@ def test_a_command_of_ours_runs_once_and_without_a_word() -> None:
         assert (forked.returncode, forked.stdout) == (0, anew.stdout), forked
         forked = both("-m", f"hpczero.{name}", "--help")[0]
         assert (forked.returncode, forked.stdout, forked.stderr) == (0, anew.stdout, "")
-
-
-@pytest.mark.skipif(server.off, reason="there is no server")
-def test_jobs_have_what_training_needs_without_mpi() -> None:
-    program = """
-import sys
-before = {name for name in sys.modules if name.startswith("hpczero.")}
-assert "mpi4py" not in sys.modules and "h5py" not in sys.modules
-import hpczero.run.loop
-later = {name for name in sys.modules if name.startswith("hpczero.")} - before
-print(len(before), len(later), *sorted({"hpczero.plan.plan", "hpczero.options.reading"} - before))
-"""
-    done = run_command([sys.executable, "-c", program], 60)
-    many, later, *missing = done.stdout.split()
-    assert not missing, done
-    assert int(many) > int(later), done
 
 
 def test_streams_without_buffers_and_stacks_of_crashes_are_as_told() -> None:

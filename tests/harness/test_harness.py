@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import pytest
 from tests.helpers import mpirun
 from tests.helpers.mpirun import ROOT, Finished, run_alone, run_command, run_ranks
 from tests.helpers.pace import REFERENCE_S, SLOWEST, Limit, pace
-from tests.helpers.processes import Process, end_family, launch_environment
+from tests.helpers.processes import Process, end_family, launch_environment, write_tool
 from tests.helpers.session_folder import kept_session_folder
 
 PLUGIN = ["-p", "tests.conftest", "-c", "setup.cfg"]
@@ -110,36 +109,32 @@ def test_run_with_failures_ends_with_the_sum_and_a_bad_code(trouble: Finished) -
     assert summary(trouble) == "3 passed, 4 failed, 3 skipped"
 
 
-def test_failure_on_one_rank_fails_the_test_and_names_the_rank(trouble: Finished) -> None:
-    said = "failed in call on 1 of 2 ranks, [1]: AssertionError: only rank one knows"
-    assert f"FAILED test_scenario.py::test_bad_on_one [2 ranks]: {said}" in trouble.stdout, trouble
-    assert '>       assert comm.rank != 1, "only rank one knows"' in trouble.stdout, trouble
+FAILED, SKIPPED = "FAILED test_scenario.py::", "SKIPPED test_scenario.py::"
 
 
-def test_deadlock_ends_within_its_limit_with_the_stacks_of_all_ranks(trouble: Finished) -> None:
-    failed = "FAILED test_scenario.py::test_deadlock [2 ranks]: took the job down, exit code 86"
-    assert failed in trouble.stdout, trouble
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"{FAILED}test_bad_on_one [2 ranks]: failed in call on 1 of 2 ranks, [1]: AssertionError: only",
+        '>       assert comm.rank != 1, "only rank one knows"',
+        f"{FAILED}test_deadlock [2 ranks]: took the job down, exit code 86",
+        f"{FAILED}test_dies [2 ranks]: took the job down, exit code 7",
+        "skipped in call on 1 of 2 ranks, [1]: not here",
+        f"{SKIPPED}test_skips [2 ranks]: a good reason",
+        f"{SKIPPED}test_three: needs another number of ranks",
+        f"{SKIPPED}test_many: needs another number of ranks",
+    ],
+)
+def test_each_trouble_is_told_with_its_test_its_ranks_and_its_reason(
+    trouble: Finished, said: str
+) -> None:
+    assert said in trouble.stdout, trouble
+
+
+def test_deadlock_shows_the_stacks_of_all_ranks(trouble: Finished) -> None:
     assert "test_scenario.py::test_deadlock hangs, limit 2 s" in trouble.stderr, trouble
     assert re.search(r"\[rank 0\].*test_scenario\.py.* in test_deadlock", trouble.stderr), trouble
     assert re.search(r"\[rank 1\] E +RuntimeError: left before", trouble.stderr), trouble
-
-
-def test_rank_that_dies_fails_its_test_and_the_rest_still_runs(trouble: Finished) -> None:
-    failed = "FAILED test_scenario.py::test_dies [2 ranks]: took the job down, exit code 7"
-    assert failed in trouble.stdout, trouble
-
-
-def test_skip_on_one_rank_alone_is_a_failure(trouble: Finished) -> None:
-    assert "skipped in call on 1 of 2 ranks, [1]: not here" in trouble.stdout, trouble
-
-
-def test_skips_are_listed_with_their_reasons(trouble: Finished) -> None:
-    assert "SKIPPED test_scenario.py::test_skips [2 ranks]: a good reason" in trouble.stdout, (
-        trouble
-    )
-    for name in ("test_three", "test_many"):
-        line = f"SKIPPED test_scenario.py::{name}: needs another number of ranks"
-        assert line in trouble.stdout, trouble
 
 
 @pytest.mark.tool
@@ -208,17 +203,13 @@ def test_lanes_run_each_test_once_side_by_side_and_what_is_alone_after_them(tmp_
 
 @pytest.mark.tool
 @pytest.mark.parametrize(
-    "body", ["", "def test_serial():\n    pass\n"], ids=["empty", "deselected"]
+    ("body", "failed"),
+    [("", 0), ("def test_serial():\n    pass\n", 0), ("import absent_module\n", 1)],
+    ids=["empty", "deselected", "cannot be collected"],
 )
-def test_no_test_run_is_not_a_success(tmp_path: Path, body: str) -> None:
+def test_no_test_run_is_not_a_success(tmp_path: Path, body: str, failed: int) -> None:
     finished = run_all(write_tests(tmp_path, body), "0", "-k", "absent")
-    assert summary(finished) == "0 passed, 0 failed, 0 skipped"
-
-
-@pytest.mark.tool
-def test_file_that_cannot_be_collected_is_a_failure(tmp_path: Path) -> None:
-    finished = run_all(write_tests(tmp_path, "import absent_module\n"), "0")
-    assert summary(finished) == "0 passed, 1 failed, 0 skipped"
+    assert summary(finished) == f"0 passed, {failed} failed, 0 skipped"
 
 
 @pytest.mark.tool
@@ -309,9 +300,8 @@ def test_parallel_assert_fails_on_every_rank_and_names_the_wrong_ones() -> None:
 
 @pytest.mark.tool
 def test_launcher_refuses_a_bad_number_of_ranks_with_the_line_to_type() -> None:
-    finished = run_command([ROOT / "install" / "launch.sh", "two", "hostname"], timeout=20).ended(
-        78
-    )
+    launch = ROOT / "install" / "launch.sh"
+    finished = run_command([launch, "two", "hostname"], timeout=20).ended(78)
     assert "type: install/launch.sh 2 hostname" in finished.stderr
 
 
@@ -334,40 +324,34 @@ def test_what_is_found_when_all_tests_have_passed_is_told_and_ends_nothing(tmp_p
 # --- which mpirun install/launch.sh takes: that of the interpreter before that of the checkout
 
 
-def program(path: Path, says: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo {says} "$@"\n')
-    path.chmod(0o755)
-    return path
+def says(path: Path, what: str) -> Path:
+    """A program in place of a launcher or an interpreter."""
+    return write_tool(path, f'#!/bin/sh\n[ "$1" = --version ] || echo {what} "$@"\n')
 
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout that was set up with an mpirun of its own, and another in PATH."""
     monkeypatch.delenv("HPCZERO_LAUNCH", raising=False)
-    script = tmp_path / "checkout" / "install" / "launch.sh"
-    script.parent.mkdir(parents=True)
-    shutil.copy(ROOT / "install" / "launch.sh", script)
-    chosen = program(tmp_path / "site" / "mpirun", "of the checkout")
-    kept = tmp_path / "checkout" / ".venv" / "hpczero-mpirun"
-    kept.parent.mkdir()
-    kept.write_text(f"{chosen}\n")
-    path = program(tmp_path / "path" / "mpirun", "of PATH").parent
+    checkout = tmp_path / "checkout"
+    script = write_tool(
+        checkout / "install" / "launch.sh", (ROOT / "install" / "launch.sh").read_text()
+    )
+    chosen = says(tmp_path / "site" / "mpirun", "of the checkout")
+    write_tool(checkout / ".venv" / "hpczero-mpirun", f"{chosen}\n")
+    path = says(tmp_path / "path" / "mpirun", "of PATH").parent
     monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
     return script
 
 
 def launched(launch: Path, command: str) -> str:
-    done = subprocess.run(
-        [launch, "2", command, "-c", "1"], capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+    return run_command([launch, "2", command, "-c", "1"], timeout=20).ended().stdout.strip()
 
 
 def test_the_mpirun_beside_the_interpreter_wins(launch: Path, tmp_path: Path) -> None:
-    python = program(tmp_path / "other" / "bin" / "python", "never run")
+    python = says(tmp_path / "other" / "bin" / "python", "never run")
     assert launched(launch, str(python)) == f"of the checkout -n 2 {python} -c 1"
-    program(python.parent / "mpirun", "of the interpreter")
+    says(python.parent / "mpirun", "of the interpreter")
     assert launched(launch, str(python)) == f"of the interpreter -n 2 {python} -c 1"
     assert launched(launch, "python") == "of the checkout -n 2 python -c 1"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.helpers.mpirun import ROOT
+from tests.helpers.processes import write_tool
 
 # ``-c`` and this go in front of ``-m module arguments...``; a probe has thirty pieces of work, of 0.12 s each.
 SHORT_PROBE = """
@@ -21,9 +22,6 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 def write_launcher(path: Path) -> dict[str, str]:
     """Make ``path`` a launcher of jobs with a short probe; the variables that choose it."""
-    path.write_text(
-        "#!/bin/bash\nunset HPCZERO_LAUNCH\n"
-        f'exec {ROOT}/install/launch.sh "$1" "$2" -c \'{SHORT_PROBE}\' "${{@:3}}"\n'
-    )
-    path.chmod(0o755)
+    launch = f'exec {ROOT}/install/launch.sh "$1" "$2" -c \'{SHORT_PROBE}\' "${{@:3}}"\n'
+    write_tool(path, f"#!/bin/bash\nunset HPCZERO_LAUNCH\n{launch}")
     return {"HPCZERO_LAUNCH": str(path)}

@@ -93,14 +93,6 @@ def test_other_commands_refuse_them_too(
     assert max(len(str(error)) for error in refused) < 6000  # of which a path is 5,000
 
 
-def test_help_and_errors_of_the_checkpoint_command_are_those_of_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", "ls", "--bogus"])
-    with pytest.raises(ConfigError, match="command line: "):
-        checkpoint_command.main()
-
-
 @pytest.mark.parametrize("value", ["²", "٣", "9" * 5001, "-1", "1e3", ""])
 def test_digits_of_other_scripts_in_the_environment_are_none(
     value: str, monkeypatch: pytest.MonkeyPatch

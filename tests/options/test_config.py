@@ -15,15 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpczero.errors import ConfigError
-from hpczero.options.config import RunConfig, RunOptions, TrainOptions
+from hpczero.options.config import RunConfig, TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml, read_run_config, to_toml
 from hpczero.options.values import parse_nodes
 from hpczero.plan.sizing import Batch
-from tests.helpers.mpirun import Finished, run_command
+from tests.helpers.mpirun import ROOT, Finished, run_command
 from tests.helpers.refused import refused
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def option_names(config: RunConfig) -> list[str]:
@@ -72,7 +70,7 @@ def test_command_line_overrides_toml_and_toml_overrides_defaults(tmp_path: Path)
         [],
         ["--train.betas", "0.5", "0.75", "--train.micro_batch", "3", "--run.overwrite", "true"],
         ["--data.path", 'a "quoted"\\ path\twith\x7f control é 漢', "--log.peak_tflops", "1e-7"],
-        ["--parallel.nodes", "2x2", "--model.positions", "learned", "--train.clip", "0"],
+        ["--parallel.nodes", "2x2", "--run.name", "gpt2-124M_lr+1.5e-3", "--train.clip", "0"],
     ],
 )
 def test_written_toml_reads_back_as_the_same_options(args: list[str], tmp_path: Path) -> None:
@@ -98,21 +96,34 @@ def test_written_toml_reads_back_as_the_same_options(args: list[str], tmp_path: 
         ("[log]\nplot = 1", ["log.plot", "expected bool"]),
         ("[train]\nsteps = -1", ["train.steps", "got -1", "at least 1"]),
         ("[train]\nsteps =", ["not TOML", "at end of document"]),
+        ("a = " + "[" * 100_000, []),
+        ("[run]\nseed = " + "9" * 5001, []),
+        ("\0", []),
+        ("\ud800", []),
     ],
 )
 def test_bad_toml_names_file_option_and_remedy(
     text: str, expected: list[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(text)
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
     with refused(str(file), *expected):
         read_run_config([str(file)])
 
 
-@pytest.mark.parametrize("name", ["missing.toml", "."])
-def test_toml_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
-    with refused("cannot be read as options", str(tmp_path / name)):
-        read_run_config([str(tmp_path / name)])
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "file of zeros", "nothing"])
+def test_toml_is_read_from_a_file_or_not_at_all(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "run.toml"
+    if kind == "FIFO":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    elif kind == "file of zeros":
+        place.touch()
+        os.truncate(place, 2**31)
+    said = r"run.toml: cannot be read as options: (is a|has|No such)"
+    with pytest.raises(ConfigError, match=said):
+        read_run_config([str(place)])
 
 
 @pytest.mark.parametrize(
@@ -293,27 +304,16 @@ def test_learning_rate_rises_linearly_then_falls_to_its_floor() -> None:
     assert rates[20] == pytest.approx(0.2)
     assert all(later < earlier for earlier, later in itertools.pairwise(rates[4:]))
     assert options.learning_rate_factor(100) == pytest.approx(0.2)
-
-
-def test_learning_rate_falls_to_a_tenth_by_default() -> None:
-    options = TrainOptions(steps=1000, warmup=0)
-    assert options.learning_rate_factor(0) == 1.0
-    assert options.learning_rate_factor(999) == pytest.approx(0.1)
-
-
-def test_run_name_may_be_what_a_folder_may_be() -> None:
-    assert RunOptions(name="gpt2-124M_lr+1.5e-3").name == "gpt2-124M_lr+1.5e-3"
+    by_default = TrainOptions(steps=1000, warmup=0)
+    assert by_default.learning_rate_factor(999) == pytest.approx(0.1)
 
 
 def test_nodes_fill_one_after_the_other() -> None:
     assert parse_nodes("2x3", 6) == [0, 0, 0, 1, 1, 1]
     assert parse_nodes("1x1", 1) == [0]
-
-
-@pytest.mark.parametrize("text", ["2x2", "1x3"])
-def test_nodes_of_other_size_than_the_job_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="the job has 6"):
-        parse_nodes(text, 6)
+    for text in ("2x2", "1x3"):
+        with pytest.raises(ConfigError, match="the job has 6"):
+            parse_nodes(text, 6)
 
 
 @pytest.mark.parametrize("text", ["", "2", "x", "2x", "2x0", "-1x2", "2 x 2", "2x2x2"])

@@ -58,13 +58,6 @@ def test_json_totals_are_the_sum_of_their_parts() -> None:
     assert ratio == pytest.approx([2 * 399 / 400] * 3 + [3 * 399 / 400], rel=1e-4)
 
 
-def test_smallest_stage_that_fits_is_recommended() -> None:
-    sizes = ("--model", "gpt2-xl", "--ranks", "8", "--memory", "9GiB")
-    report = plan_json(*sizes, "--transport", "flat")
-    assert [row["fits"] for row in report["stages"]] == [False, False, True, True]
-    assert report["recommended_stage"] == 2
-
-
 def test_sizes_replace_the_preset_or_stand_alone() -> None:
     sizes = ("--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "100")
     alone = plan_json(*sizes, "--sequence", "32", "--ranks", "2", "--memory", "1GB")
@@ -103,10 +96,8 @@ def test_nothing_fits_at_any_size_says_so() -> None:
 def test_too_large_a_micro_batch_names_the_largest() -> None:
     report = build_report(PlanOptions(memory="32GB", ranks=400, model="gpt-60b", micro_batch=100))
     assert report.best is None
-    assert (
-        f"use micro-batch {report.fits[3].micro_batch_checkpointed} or less"
-        in report.recommendation
-    )
+    largest = report.fits[3].micro_batch_checkpointed
+    assert f"use micro-batch {largest} or less" in report.recommendation
 
 
 @pytest.mark.parametrize(
@@ -117,50 +108,55 @@ def test_memory_is_read_with_decimal_and_binary_units(text: str, nbytes: int) ->
     assert parse_nbytes(text) == nbytes
 
 
+GPT2 = "--model gpt2 --memory 1GB"
+LAID_OUT = "--model gpt2 --ranks 16 --ranks-per-node 8 --memory 16GB"
+ON_DGX = "--model gpt-8b --ranks 64 --machine dgx-h100"
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        (("--model", "gpt-60b", "--ranks", "8", "--memory", "32G"), "80GiB"),
-        (("--model", "gpt-60b", "--ranks", "8", "--memory", "0GB"), "above zero"),
-        (("--model", "llama-8b", "--ranks", "8", "--memory", "1GB"), "did you mean gpt-8b"),
-        (("--model", "gpt2", "--ranks", "0", "--memory", "1GB"), "--ranks"),
-        (("--model", "gpt2", "--memory", "1GB"), "--ranks"),
-        (("--model", "gpt2", "--ranks", "8", "--memory", "1GB", "--stage", "7"), "--stage"),
-        (("--model", "gpt2", "--ranks", "8", "--memory", "1GB", "--heads", "7"), "heads"),
-        (("--model", "gpt2", "--ranks", "8", "--memory", "1GB", "--precision", "int8"), "int8"),
-        (("--ranks", "8", "--memory", "1GB", "--layers", "3"), "--hidden"),
+        ("--model gpt-60b --ranks 8 --memory 32G", "80GiB"),
+        ("--model gpt-60b --ranks 8 --memory 0GB", "above zero"),
+        ("--model llama-8b --ranks 8 --memory 1GB", "did you mean gpt-8b"),
+        (f"{GPT2} --ranks 0", "--ranks"),
+        (GPT2, "--ranks"),
+        (f"{GPT2} --ranks 8 --stage 7", "--stage"),
+        (f"{GPT2} --ranks 8 --heads 7", "heads"),
+        (f"{GPT2} --ranks 8 --precision int8", "int8"),
+        (f"{GPT2} --ranks 10 --ranks-per-node 4", "--ranks 12"),
+        ("--ranks 8 --memory 1GB --layers 3", "--hidden"),
+        (f"{GPT2} --ranks 8 --transport ipc --device cpu", "got ipc, which is not for"),
+        (f"{ON_DGX} --transport window", "--transport: got window, which is not for"),
+        (f"{ON_DGX} --optimizer adamw8bit", "--machine: the time of a step with --optimizer"),
+        (f"{LAID_OUT} --parallel.tensor 16", "parallel.tensor: got 16"),
+        (f"{LAID_OUT} --parallel.pipeline 16 --parallel.tensor 2", "pipeline: got 16"),
+        (f"{LAID_OUT} --parallel.schedule gpipe", "without a pipeline"),
         (
-            ("--model", "gpt2", "--ranks", "10", "--ranks-per-node", "4", "--memory", "1GB"),
-            "--ranks 12",
+            f"{LAID_OUT} --parallel.pipeline 4 --parallel.interleave 2 --accumulation 6",
+            "such as train.accumulation 8",
+        ),
+        (f"{LAID_OUT} --parallel.secondary true --stage 2", "parallel.secondary"),
+        (
+            "--model gpt2 --ranks 16 --memory 1MB --parallel.tensor 2 --stage 3",
+            "--stage 3 in this layout",
         ),
     ],
 )
-def test_bad_values_end_with_78_and_name_the_option(args: tuple[str, ...], named: str) -> None:
-    done = plan(*args).ended(78)
-    assert "ConfigError" in done.stderr
+def test_bad_values_end_with_78_and_name_the_option(args: str, named: str) -> None:
+    done = plan(*args.split()).ended(78)
     assert named in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert done.stdout == "" or "in this layout" in named  # the table of what it would need
 
 
 @pytest.mark.parametrize("args", [("--no-such-option",), GPT_60B])
 def test_command_loads_neither_torch_nor_mpi(args: tuple[str, ...]) -> None:
-    done = run_command(
-        [sys.executable, "-X", "importtime", "-m", "hpczero.plan", *args], timeout=60
-    )
+    command = [sys.executable, "-X", "importtime", "-m", "hpczero.plan", *args]
+    done = run_command(command, timeout=60)
     loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "hpczero.plan.sizing" in loaded  # the list is that of this command
     assert not {"torch", "mpi4py", "mpi4py.MPI"} & loaded
-
-
-@pytest.mark.parametrize(
-    ("transport", "where"), [("window", "--machine dgx-h100"), ("ipc", "--device cpu")]
-)
-def test_transport_for_memory_that_the_named_device_has_not_is_refused(
-    transport: str, where: str
-) -> None:
-    done = plan(*GPT_60B, "--transport", transport, *where.split()).ended(78)
-    assert f"--transport: got {transport}, which is not for" in done.stderr
 
 
 def test_transport_says_what_nodes_hold_and_send_together() -> None:
@@ -242,32 +238,14 @@ def test_partial_sums_in_bf16_send_fewer_bytes_between_replicas_and_nodes() -> N
     assert half * 2 == full  # between nodes; inside they share memory
 
 
-def test_table_names_the_optimizer_and_counts_its_bytes() -> None:
+@pytest.mark.parametrize("degrees", [(), ("--parallel.tensor", "2")])
+def test_table_names_the_optimizer_and_counts_its_bytes(degrees: tuple[str, ...]) -> None:
     sizes = ("--model", "gpt2-xl", "--ranks", "8", "--memory", "32GB", "--transport", "flat")
     eight_bits = ("--optimizer", "adamw8bit")
-    plain, eight = plan(*sizes), plan(*sizes, *eight_bits)
-    ratio = [
-        float(b.replace(",", "")) / float(a.replace(",", ""))
-        for a, b in zip(
-            cells(plain.stdout, "optimizer (Adam)"),
-            cells(eight.stdout, "optimizer (8 bits)"),
-            strict=True,
-        )
-    ]
-    assert ratio == pytest.approx([17 / 64] * 4, rel=0.02)  # of two digits
-    degrees = ("--parallel.tensor", "2")
-    plain, eight = plan(*sizes, *degrees), plan(*sizes, *degrees, *eight_bits)
-    one, other = (
-        cells(plain.stdout, "optimizer (Adam)"),
-        cells(eight.stdout, "optimizer (8 bits)"),
-    )
-    assert float(other[0]) / float(one[0]) == pytest.approx(17 / 64, rel=0.02)
-
-
-def test_time_of_a_step_with_states_in_8_bits_is_refused() -> None:
-    sizes = ("--model", "gpt-8b", "--ranks", "64", "--machine", "dgx-h100")
-    done = plan(*sizes, "--optimizer", "adamw8bit").ended(78)
-    assert "--machine: the time of a step with --optimizer adamw8bit is not known" in done.stderr
+    plain = cells(plan(*sizes, *degrees).stdout, "optimizer (Adam)")
+    eight = cells(plan(*sizes, *degrees, *eight_bits).stdout, "optimizer (8 bits)")
+    small, large = ([float(cell.replace(",", "")) for cell in row] for row in (eight, plain))
+    assert small == pytest.approx([17 / 64 * nbytes for nbytes in large], rel=0.02)  # two digits
 
 
 def test_model_of_transformers_is_counted_without_its_weights(tmp_path: Path) -> None:
@@ -279,9 +257,8 @@ def test_model_of_transformers_is_counted_without_its_weights(tmp_path: Path) ->
     assert found["parameters"] == sum(p.numel() for p in made.parameters())
     assert found["stages"] == plan_json("--model", f"{tmp_path}/config.json", *of_ranks)["stages"]
     for stage, row in enumerate(found["stages"]):
-        expected = Plan.build(
-            made, num_shards=4, stage=stage, precision="bf16", rule=default_rule
-        ).memory()
+        given: Any = {"stage": stage, "precision": "bf16", "rule": default_rule}
+        expected = Plan.build(made, num_shards=4, **given).memory()
         assert row["memory"]["total"] == row["needed_nbytes"] == expected.total
     text = plan("--model", str(tmp_path), *of_ranks).stdout
     assert "micro-batch" not in text
@@ -293,7 +270,7 @@ def test_model_of_transformers_is_counted_without_its_weights(tmp_path: Path) ->
 # --- layouts
 
 
-SMALL = ("--model", "gpt2", "--ranks", "16", "--ranks-per-node", "8", "--memory", "16GB")
+SMALL = tuple(LAID_OUT.split())
 GRID = ("--parallel.tensor", "2", "--parallel.pipeline", "4", "--accumulation", "8")
 
 
@@ -334,30 +311,6 @@ def test_replicas_and_second_shard_are_shown() -> None:
     (row,) = (line for line in second.stdout.splitlines() if line.startswith("second shard"))
     assert row.split()[2:5] == ["0.00", "0.00", "0.00"]  # of stage 3 alone
     assert float(row.split()[5]) > 0
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (("--parallel.tensor", "16"), "parallel.tensor: got 16"),
-        (("--parallel.pipeline", "16", "--parallel.tensor", "2"), "pipeline: got 16"),
-        (("--parallel.schedule", "gpipe"), "without a pipeline"),
-        (
-            ("--parallel.pipeline", "4", "--parallel.interleave", "2", "--accumulation", "6"),
-            "such as train.accumulation 8",
-        ),
-        (("--parallel.secondary", "true", "--stage", "2"), "parallel.secondary"),
-        (("--parallel.tensor", "2", "--memory", "1MB", "--stage", "3"), "--stage 3 in this layout"),
-    ],
-)
-def test_layout_that_cannot_be_ends_with_78(args: tuple[str, ...], expected: str) -> None:
-    done = plan(*SMALL[: -2 if "--memory" in args else None], *args).ended(78)
-    assert expected in done.stderr
-
-
-def test_without_degrees_the_answer_is_the_table_of_before() -> None:
-    done = plan(*SMALL, "--parallel.tensor", "1")
-    assert "paper's 2+2+12 bytes" in done.stdout
 
 
 @pytest.mark.slow

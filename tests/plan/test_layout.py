@@ -86,18 +86,10 @@ def test_parameters_lie_end_to_end_in_the_given_order(parameter_shapes: Shapes) 
         assert layout.slot(slot.name) is slot
 
 
-def test_slot_of_an_unknown_name_is_a_key_error() -> None:
-    with pytest.raises(KeyError, match="absent"):
-        pack([(2,)], 1, 1).slot("absent")
-
-
 @pytest.mark.parametrize(("num_shards", "align"), [(0, 1), (-1, 1), (1, 0)])
-def test_counts_below_one_are_refused(num_shards: int, align: int) -> None:
+def test_counts_below_one_and_repeated_names_are_refused(num_shards: int, align: int) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         ShardLayout.pack([("p", (2,))], num_shards, align=align)
-
-
-def test_repeated_names_are_refused() -> None:
     with pytest.raises(ValueError, match="must be distinct"):
         ShardLayout.pack([("p", (2,)), ("p", (3,))], 2)
 

@@ -18,23 +18,44 @@ def gpt(layers: int = 3) -> GPT:
     return GPT(GPTConfig(vocab_size=11, context=5, layers=layers, hidden=8, heads=2))
 
 
-def unit_modules(model: nn.Module, rule: UnitRule = default_rule) -> list[tuple[str, ...]]:
+def unit_modules(model: nn.Module, rule: UnitRule) -> list[tuple[str, ...]]:
     plan = Plan.build(model, num_shards=2, stage=3, rule=rule)
     return [unit.modules for unit in plan.units]
 
 
-def test_gpt_has_a_unit_per_block_and_the_rest_in_the_root() -> None:
-    assert unit_modules(gpt()) == [("",), ("blocks.0",), ("blocks.1",), ("blocks.2",)]
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
 
 
-def test_convolution_net_has_a_unit_per_residual_block() -> None:
-    assert unit_modules(ConvNet()) == [("",), ("blocks.0",), ("blocks.1",), ("blocks.2",)]
+ROOT_AND_BLOCKS = [("",), ("blocks.0",), ("blocks.1",), ("blocks.2",)]
 
 
-def test_small_layers_of_a_sequential_share_a_unit() -> None:
-    model = nn.Sequential(nn.Linear(7, 15), nn.ReLU(), nn.Linear(15, 3), nn.LayerNorm(3))
-    assert default_rule(model) == [("0", "2", "3")]
-    assert unit_modules(model) == [("0", "2", "3")]  # nothing is left for the root
+@pytest.mark.parametrize(
+    ("model", "rule", "units"),
+    [
+        (gpt(), default_rule, ROOT_AND_BLOCKS),
+        (gpt(), whole_model, [("",)]),
+        (ConvNet(), default_rule, ROOT_AND_BLOCKS),
+        # Small layers of a Sequential share one; nothing is left for the root.
+        (
+            nn.Sequential(linear(), nn.ReLU(), linear(), nn.LayerNorm(4)),
+            default_rule,
+            [("0", "2", "3")],
+        ),
+        # A block between layers is one of its own.
+        (
+            nn.Sequential(linear(), nn.Sequential(linear(), linear()), linear(), linear()),
+            default_rule,
+            [("0",), ("1",), ("2", "3")],
+        ),
+        # Without containers the root is all, and without parameters nothing.
+        (linear(), default_rule, [("",)]),
+        (nn.MultiheadAttention(4, 2), default_rule, [("",)]),
+        (nn.Sequential(nn.ReLU(), nn.Flatten()), default_rule, []),
+    ],
+)
+def test_units_of_a_model(model: nn.Module, rule: UnitRule, units: list[tuple[str, ...]]) -> None:
+    assert unit_modules(model, rule) == units
 
 
 def test_layers_are_packed_up_to_the_byte_bound() -> None:
@@ -43,12 +64,6 @@ def test_layers_are_packed_up_to_the_byte_bound() -> None:
         layers = [nn.Linear(half, 1, bias=False) for _ in range(3)]
         big = nn.Linear(3 * half, 1, bias=False)
     assert default_rule(nn.Sequential(*layers, big)) == [("0", "1"), ("2",), ("3",)]
-
-
-def test_block_between_layers_is_a_unit_of_its_own() -> None:
-    block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model = nn.Sequential(nn.Linear(4, 4), block, nn.Linear(4, 4), nn.Linear(4, 4))
-    assert default_rule(model) == [("0",), ("1",), ("2", "3")]
 
 
 def test_containers_are_found_at_any_depth_and_their_children_are_units() -> None:
@@ -69,15 +84,6 @@ def test_containers_are_found_at_any_depth_and_their_children_are_units() -> Non
     assert default_rule(Model()) == expected
 
 
-def test_model_without_containers_is_one_root_unit() -> None:
-    assert unit_modules(nn.Linear(3, 3)) == [("",)]
-    assert unit_modules(nn.MultiheadAttention(4, 2)) == [("",)]
-
-
-def test_model_without_parameters_has_no_units() -> None:
-    assert unit_modules(nn.Sequential(nn.ReLU(), nn.Flatten())) == []
-
-
 def test_by_class_takes_the_outermost_modules_of_a_class() -> None:
     assert default_rule(gpt()) == by_class(Block)(gpt())
     nested = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
@@ -89,10 +95,6 @@ def test_by_class_takes_the_outermost_modules_of_a_class() -> None:
 def test_by_class_does_not_take_a_name_that_only_begins_alike_for_nested() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(11)))  # 1 and 10
     assert by_class(nn.Linear)(model) == [(str(index),) for index in range(11)]
-
-
-def test_whole_model_is_one_unit() -> None:
-    assert unit_modules(gpt(), whole_model) == [("",)]
 
 
 # --- rules of a user

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -46,9 +46,8 @@ def test_the_last_units_are_away_as_few_as_make_up_the_fraction(
 def test_every_cut_is_the_fraction_of_its_own_number_of_units() -> None:
     dice = random.Random(5)
     for _ in range(300):
-        sizes = [
-            dice.randrange(1, 10 ** dice.randrange(1, 12)) for _ in range(dice.randrange(1, 40))
-        ]
+        many = dice.randrange(1, 40)
+        sizes = [dice.randrange(1, 10 ** dice.randrange(1, 12)) for _ in range(many)]
         found = [units_away(sizes, fraction) for fraction in cuts(sizes)]
         assert found == list(range(len(sizes) + 1))
 
@@ -56,9 +55,8 @@ def test_every_cut_is_the_fraction_of_its_own_number_of_units() -> None:
 def test_what_does_not_fit_goes_and_no_more() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=128, context=16, layers=6, hidden=32, heads=2))
-    plan = Plan.build(
-        model, num_shards=2, stage=3, rule=lambda model: [(f"blocks.{i}",) for i in range(6)]
-    )
+    units: list[tuple[str, ...]] = [(f"blocks.{i}",) for i in range(6)]
+    plan = Plan.build(model, num_shards=2, stage=3, rule=lambda model: units)
     sizes = [unit.layout.numel for unit in plan.trainable_units]
 
     def held(fraction: float) -> int:
@@ -94,7 +92,7 @@ def test_a_fraction_must_be_one_and_needs_something_elsewhere() -> None:
             Offload("host", fraction=fraction).check(Stage.of(3))
     with pytest.raises(PlanError, match="nothing that rests elsewhere"):
         Offload(fraction=0.5).check(Stage.of(3))
-    for fraction, parameters in itertools.product((0.0, 0.5, 1.0), ("device", "host")):
+    for fraction, parameters in product((0.0, 0.5, 1.0), ("device", "host")):
         Offload("host", "host", parameters, fraction=fraction).check(Stage.of(3))  # type: ignore[arg-type]
 
 
@@ -162,37 +160,32 @@ def test_all_parts_of_a_window_fit_into_a_block(element_nbytes: int) -> None:
 
 
 COUNTS = ["32MB", 32e6, True, np.int64(2**15), None]
+FOLDERS = ["", b"/scratch", 5]
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", ["window", "buffers", "ahead"])
-def test_counts_of_an_offload_are_ints(name: str, count: Any) -> None:
-    with pytest.raises(PlanError, match=rf"offload\.{name}: got .*expected a whole number"):
-        Offload("host", **{name: count}).check(Stage.of(3))
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        *product(["window", "buffers", "ahead"], COUNTS, ["a whole number"]),
+        *product(["fraction"], ["0.5", None, True], ["a number from 0"]),
+        *product(["folder"], FOLDERS, ["a path"]),
+        ("delayed", "no", ""),
+    ],
+)
+def test_options_of_an_offload_have_their_types(name: str, value: Any, expected: str) -> None:
+    given: dict[str, Any] = {"folder": "here", name: value}
+    with pytest.raises(PlanError, match=rf"offload\.{name}: got .*expected {expected}"):
+        Offload("disk", **given).check(Stage.of(3))
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", ["window", "buffers"])
-def test_counts_of_activations_are_ints(name: str, count: Any) -> None:
-    with pytest.raises(PlanError, match=rf"activations\.{name}: got .*expected a whole number"):
-        Activations("block", "disk", "here", **{name: count}).check(on_host=True)
-
-
-@pytest.mark.parametrize("fraction", ["0.5", None, True])
-def test_a_fraction_is_a_number(fraction: Any) -> None:
-    with pytest.raises(PlanError, match=r"offload\.fraction: got .*expected a number from 0"):
-        Offload("host", fraction=fraction).check(Stage.of(3))
-
-
-def test_no_is_not_taken_for_yes() -> None:
-    delayed: Any = "no"
-    with pytest.raises(PlanError, match=r"offload\.delayed: got 'no'"):
-        Offload("host", "host", step="host", delayed=delayed).check(Stage.of(2))
-
-
-@pytest.mark.parametrize("folder", ["", b"/scratch", 5])
-def test_a_folder_is_a_path(folder: Any) -> None:
-    with pytest.raises(PlanError, match=r"offload\.folder: got .*expected a path"):
-        Offload("disk", folder=folder).check(Stage.of(3))
-    with pytest.raises(PlanError, match=r"activations\.folder: got .*expected a path"):
-        Activations("block", "disk", folder).check(on_host=True)
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        *product(["window", "buffers"], COUNTS, ["a whole number"]),
+        *product(["folder"], FOLDERS, ["a path"]),
+    ],
+)
+def test_options_of_activations_have_their_types(name: str, value: Any, expected: str) -> None:
+    given: dict[str, Any] = {"folder": "here", name: value}
+    with pytest.raises(PlanError, match=rf"activations\.{name}: got .*expected {expected}"):
+        Activations("block", "disk", **given).check(on_host=True)

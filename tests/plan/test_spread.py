@@ -212,15 +212,6 @@ def test_stage_3_under_a_pipeline_gathers_each_unit_once_a_step() -> None:
         assert (sent.all_gathers, sent.reduce_scatters) == (units, units)
 
 
-def test_groups_lie_on_nodes_as_ranks_count_up() -> None:
-    mesh = Mesh(pipeline=2, replicate=2, shard=2, tensor=2)
-    assert span_of(mesh, 4, "tensor") == GroupSpan(2, 1)
-    assert span_of(mesh, 4, "shard") == GroupSpan(2, 1)
-    assert span_of(mesh, 4, "replicate") == GroupSpan(2, 2)
-    assert span_of(mesh, 4, "pipeline") == GroupSpan(2, 2)
-    assert span_of(mesh, 4, "replicate", "shard", first=8) == GroupSpan(4, 2)
-
-
 @pytest.mark.parametrize("names", [("tensor",), ("shard", "sequence"), ("pipeline", "tensor")])
 def test_members_counted_by_strides_are_those_of_the_mesh(names: tuple[str, ...]) -> None:
     mesh = Mesh(pipeline=2, replicate=3, shard=2, sequence=2, tensor=2)
@@ -228,6 +219,9 @@ def test_members_counted_by_strides_are_those_of_the_mesh(names: tuple[str, ...]
     for local in (2, 3, 8):
         expected = GroupSpan(len(members), len({rank // local for rank in members}))
         assert span_of(mesh, local, *names) == expected
+    # From another rank on
+    mesh = Mesh(pipeline=2, replicate=2, shard=2, tensor=2)
+    assert span_of(mesh, 4, "replicate", "shard", first=8) == GroupSpan(4, 2)
 
 
 def test_map_names_each_rank_of_a_small_job_and_each_group_of_a_large_one() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from typing import Any
 
 import pytest
 
@@ -14,16 +15,20 @@ from hpczero.models.config import GPTConfig
 from hpczero.options.reading import read_run_config
 from hpczero.plan.degrees import mesh_of
 from hpczero.plan.sizing import Batch
-from hpczero.planner.search import layout_candidates, options_of_layout, search_layouts
-from hpczero.predict.machine import load_machine
+from hpczero.planner.search import FoundLayout, layout_candidates, options_of_layout, search_layouts
+from hpczero.predict.machine import Machine, load_machine
 from tests.helpers.mpirun import run_command
 
 MODEL = GPTConfig(vocab_size=512, context=64, layers=6, hidden=128, heads=4)
 MACHINE = dataclasses.replace(load_machine("dgx-a100"), ranks_per_node=4)
 
 
+def searched(machine: Machine = MACHINE, **options: Any) -> list[FoundLayout]:
+    return search_layouts(MODEL, machine, ranks=8, precision="bf16", global_batch=16, **options)
+
+
 def test_what_is_found_fits_and_can_be_typed() -> None:
-    found = search_layouts(MODEL, MACHINE, ranks=8, precision="bf16", global_batch=16)
+    found = searched()
     assert len(found) > 20
     for one in found:
         spread = one.spread
@@ -39,7 +44,7 @@ def test_what_is_found_fits_and_can_be_typed() -> None:
 
 
 def test_first_is_within_one_percent_of_the_fastest_and_the_others_are_in_order() -> None:
-    found = search_layouts(MODEL, MACHINE, ranks=8, precision="bf16", global_batch=16)
+    found = searched()
     seconds = [one.step.step_s for one in found]
     assert seconds[1:] == sorted(seconds[1:])
     assert seconds[0] <= 1.01 * min(seconds)
@@ -64,14 +69,14 @@ def test_every_kind_of_layout_is_tried() -> None:
 
 
 def test_little_memory_leaves_layouts_that_share_more() -> None:
-    roomy = search_layouts(MODEL, MACHINE, ranks=8, precision="bf16", global_batch=16)
+    roomy = searched()
     least = min(one.spread.needed_nbytes for one in roomy)
     small = dataclasses.replace(MACHINE, memory=MACHINE.reserved + 1.2 * least)
-    tight = search_layouts(MODEL, small, ranks=8, precision="bf16", global_batch=16)
+    tight = searched(small)
     assert 0 < len(tight) < len(roomy)
     assert all(one.spread.needed_nbytes <= 1.2 * least for one in tight)
     nothing = dataclasses.replace(MACHINE, memory=MACHINE.reserved + 0.5 * least)
-    assert search_layouts(MODEL, nothing, ranks=8, precision="bf16", global_batch=16) == []
+    assert searched(nothing) == []
 
 
 @pytest.mark.parametrize("how", ["text", "json"])
@@ -99,10 +104,7 @@ def test_partial_sums_of_half_the_bytes_can_be_asked_for() -> None:
     """They change the result, so they are never chosen by the search itself."""
     # On a fast network the rounding of so small a model costs more than the bytes.
     machine = dataclasses.replace(MACHINE, nic_rate=MACHINE.nic_rate / 100)
-    exact, half = (
-        search_layouts(MODEL, machine, ranks=8, precision="bf16", global_batch=16, reduce=reduce)
-        for reduce in ("fp32", "bf16")
-    )
+    exact, half = (searched(machine, reduce=reduce) for reduce in ("fp32", "bf16"))
     assert not any("reduce" in options_of_layout(one) for one in exact)
     assert all("--parallel.reduce bf16" in options_of_layout(one) for one in half)
     by_layout = {options_of_layout(one): one.step.step_s for one in exact}

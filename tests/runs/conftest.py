@@ -39,6 +39,16 @@ def made(books: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
+@pytest.fixture(scope="session")
+def twelve(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 12 steps with checkpoints of steps 4, 8 and 12, once called r and once default."""
+    folder = tmp_path_factory.mktemp("twelve")
+    train(folder, ranks=1, train__steps=12, checkpoint__every=4).ended()
+    assert steps(folder) == [12, 8, 4]
+    shutil.copytree(folder / "r", folder / "default")
+    return folder
+
+
 @pytest.fixture
 def runs(made: Path, tmp_path: Path) -> Path:
     """``r`` was lost before it had written its results; ``o`` is finished."""

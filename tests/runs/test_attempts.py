@@ -7,19 +7,17 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hpczero.checkpoint import Loaded
 from hpczero.errors import ConfigError
-from hpczero.models import GPTConfig
 from hpczero.options.config import ResumeOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.attempts import Attempts
-from hpczero.run.starting.resume import began_at, check, choose
+from hpczero.run.starting.resume import began_at, choose
+from tests.runs.test_metrics import DAMAGE
 
 SERIES = Environment(series="s", job="7")
 
@@ -178,18 +176,7 @@ def test_half_a_line_of_a_killed_job_costs_that_line_alone(folder: RunFolder) ->
     assert [json.loads(lines[i])["event"] for i in (0, 1, 3)] == ["start", "begin", "start"]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        b"\0" * 9,
-        b"\xff\xfe",
-        b"[" * 10**6,
-        b"[]",
-        b'{"event": "start"}',
-        b'{"event": []}',
-        b"9" * 5001,
-    ],
-)
+@pytest.mark.parametrize("damage", [*DAMAGE, b'{"event": "start"}', b'{"event": []}'])
 def test_damaged_line_costs_that_line_alone_and_is_told(
     folder: RunFolder, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -315,40 +302,3 @@ def test_place_to_begin_that_nobody_can_look_at_is_named(tmp_path: Path, away: s
         config = RunConfig(run=run, resume=ResumeOptions(from_=source))
         with pytest.raises(ConfigError, match=why):
             choose(config, RunFolder.of(run))
-
-
-# --- what was loaded, held against this run
-
-MODEL = GPTConfig(vocab_size=257, context=16, layers=2, hidden=32, heads=4)
-
-
-def check_model(earlier: object, now: GPTConfig = MODEL) -> None:
-    """What is left of a checkpoint when its run's folder is lost, or somebody names it by its path."""
-    said = {"data": "d", "global_batch": 8, "seed": 0}
-    extra = said if earlier is None else {**said, "model": earlier}
-    found = Loaded(Path("step-000000005"), 5, json.loads(json.dumps(extra)), 2)
-    check(found, {**said, "model": dataclasses.asdict(now)}, 10, own=False)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"heads": 2}, "model.heads was 2 and is 4"),
-        ({"context": 8}, "model.context was 8 and is 16"),
-        ({"dropout": 0.1}, "model.dropout was 0.1 and is 0.0"),
-        ({"positions": "rotary"}, "model.positions was 'rotary' and is 'learned'"),
-    ],
-)
-def test_checkpoint_of_another_model_of_the_same_shapes_is_refused_wherever_it_lies(
-    changes: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"step-000000005: belongs to a run of .*: {said}[.]"):
-        check_model(dataclasses.asdict(dataclasses.replace(MODEL, **changes)))
-
-
-def test_checkpoint_that_says_nothing_of_its_model_or_less_than_today_is_accepted() -> None:
-    whole = dataclasses.asdict(MODEL)
-    for said in (None, {}, whole, {k: v for k, v in whole.items() if k != "dropout"}):
-        check_model(said)
-    again = dataclasses.replace(MODEL, checkpoint_activations=True)  # gives the same numbers
-    check_model(whole, again)

@@ -20,7 +20,7 @@ from hpczero.planner import choice
 from hpczero.probe import job, tiers
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting import choosing
-from tests.helpers.small_models import raises_on_all
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -95,13 +95,11 @@ def test_a_part_of_the_units_and_inputs_elsewhere_are_applied_and_taken_over(
 
 
 def test_nothing_that_fits_is_one_error_on_all_ranks(
-    topology: Topology, monkeypatch: pytest.MonkeyPatch
+    world: World, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = topology.rank == topology.size - 1
     limited(monkeypatch, lambda run: not last)
-    raises_on_all(
-        topology.world.comm, ConfigError, "parallel.auto: none of", lambda: chosen(topology, None)
-    )
+    world.raises(ConfigError, "parallel.auto: none of", lambda: chosen(topology, None))
 
 
 def test_a_folder_of_one_rank_that_cannot_be_used_leaves_the_disk_out(
@@ -116,11 +114,8 @@ def test_a_folder_of_one_rank_that_cannot_be_used_leaves_the_disk_out(
     ("medium", "why"), [("disk", "nowhere is no folder"), ("host", "compute there themselves")]
 )
 def test_a_tier_that_was_asked_for_and_cannot_be_measured_is_refused_with_the_reason(
-    topology: Topology, folder: Path, medium: str, why: str
+    world: World, topology: Topology, folder: Path, medium: str, why: str
 ) -> None:
-    raises_on_all(
-        topology.world.comm,
-        ConfigError,
-        f"parallel.auto: got offload on {medium}.*{why}",
-        lambda: chosen(topology, folder / "nowhere", optimizer=medium),
-    )
+    said = f"parallel.auto: got offload on {medium}.*{why}"
+    nowhere = folder / "nowhere"
+    world.raises(ConfigError, said, lambda: chosen(topology, nowhere, optimizer=medium))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.mpirun import ROOT, run_command
 from tests.helpers.runs import train
 from tests.helpers.small_disk import fill, memory_disk, small_disk
 
@@ -34,10 +32,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_run_ends_with_one_line(disk: Path, free_nbytes: int, code: int, said: str) -> None:
     system = os.statvfs(disk)
     (disk / "filler").write_bytes(bytes(system.f_bavail * system.f_frsize - free_nbytes))
-    options = "--model.preset gpt-micro --model.context 16 --train.steps 40 --evaluation.batches 0"
-    folders = ["--run.folder", str(disk), "--data.cache", str(ROOT / "runs" / "tokens")]
-    command = [sys.executable, "-m", "hpczero.train", *options.split(), *folders]
-    done = run_command([*command, "--log.plot", "false"], timeout=100).ended(code)
+    changes = {"train__steps": 40, "log__tensorboard": "true"}
+    done = train(disk, 1, **changes).ended(code)
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("[rank 0]")]
     assert said in line
@@ -49,13 +45,9 @@ def test_run_whose_tier_has_no_room_ends_with_one_line_and_leaves_nothing(tmp_pa
         if scratch is None:
             pytest.skip("cannot mount a file system: needs root and mkfs.ext4")
         filler = fill(scratch, 2**17)
-        parts = {f"offload__{part}": "disk" for part in ("optimizer", "gradients", "parameters")}
-        given: dict[str, Any] = {
-            "train__steps": 2,
-            "offload__folder": scratch,
-            "offload__window": 1,
-            **parts,
-        }
+        given: dict[str, Any] = {"train__steps": 2, "offload__folder": scratch}
+        given |= {f"offload__{part}": "disk" for part in ("optimizer", "gradients", "parameters")}
+        given["offload__window"] = 1
         done = train(tmp_path, **given).ended(1)
         assert "Traceback" not in done.stderr
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]

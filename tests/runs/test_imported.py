@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from hpczero.checkpoint import Loaded
-from hpczero.checkpoint.disk.folder import Folder, read_manifest
+from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.foreign.converting import convert
 from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.data import Batches, TokenFile
@@ -23,12 +23,13 @@ from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.models import GPT, PRESETS, GPTConfig
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
-from hpczero.options.reading import load_toml, read_run_config
+from hpczero.options.reading import read_run_config
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.precheck import mistake_of
 from hpczero.run.starting.resume import check, check_ranks
 from tests.checkpoint.foreign import theirs
 from tests.helpers.mpirun import Finished, run_command
+from tests.helpers.refused import refused
 from tests.helpers.runs import losses, options, steps, train
 
 LIMIT_S = 90
@@ -77,8 +78,10 @@ def run(folder: Path, made: Path, name: str, **changes: Any) -> Finished:
     return train(folder, 1, run__name=name, **changes)
 
 
-def command(*words: object) -> Finished:
-    return run_command([sys.executable, "-m", "hpczero.checkpoint", *map(str, words)], LIMIT_S)
+def imported(*words: object) -> str:
+    """The last line of the import of something by the command."""
+    command = [sys.executable, "-m", "hpczero.checkpoint", "import", *map(str, words)]
+    return run_command(command, LIMIT_S).ended().stdout.splitlines()[-1]
 
 
 def bring(made: Path, out: Path, **options: Any) -> Path:
@@ -140,6 +143,7 @@ def test_imported_weights_of_a_later_step_begin_there(tmp_path: Path, made: Path
 
 
 IDENTITY = {"data": "d", "global_batch": 8, "seed": 0}
+CHECKED = GPTConfig(vocab_size=257, context=16, layers=2, hidden=32, heads=2)
 
 
 @pytest.mark.parametrize(
@@ -147,23 +151,30 @@ IDENTITY = {"data": "d", "global_batch": 8, "seed": 0}
     [
         ({}, False, "saw other samples: data was None and is 'd'; global_batch was None"),
         ({}, True, ""),
+        ({"data": "e"}, True, "saw other samples: data was 'e'"),
         ({"model": {"layers": 3}}, True, "another model: model.layers was 3 and is 2"),
         ({"model": {"vocab_size": 9}}, True, "another model: model.vocab_size was 9 and is 257"),
         ({"model": {"dropout": 0.1}}, True, ""),
-        ({"model": {"dropout": 0.1}}, False, "another model: model.dropout was 0.1"),
-        ({"data": "e"}, True, "saw other samples: data was 'e'"),
+        (IDENTITY, False, ""),
+        ({**IDENTITY, "model": {}}, False, ""),
+        ({**IDENTITY, "model": dataclasses.asdict(CHECKED)}, False, ""),
+        # The same shapes, and other numbers
+        ({**IDENTITY, "model": {"dropout": 0.1}}, False, "model: model.dropout was 0.1 and is 0.0"),
+        ({**IDENTITY, "model": {"heads": 4}}, False, "model: model.heads was 4 and is 2"),
+        ({**IDENTITY, "model": {"context": 8}}, False, "model: model.context was 8 and is 16"),
+        ({**IDENTITY, "model": {"positions": "rotary"}}, False, "was 'rotary' and is 'learned'"),
     ],
 )
-def test_only_imported_weights_may_say_nothing_of_data_batch_and_seed(
+def test_checkpoint_is_held_against_the_run_unless_it_says_nothing_or_is_imported(
     extra: dict[str, Any], imported: bool, problem: str
 ) -> None:
-    model = dataclasses.asdict(GPTConfig(vocab_size=257, context=16, layers=2, hidden=32, heads=4))
-    found = Loaded(Path("step-000000000"), 0, extra, 0, imported=imported)
-    identity = {**IDENTITY, "model": model}
-    if not problem:
-        check(found, identity, 10, own=False)
-        return
-    with pytest.raises(ConfigError, match=problem):
+    found = Loaded(Path("step-5"), 5, json.loads(json.dumps(extra)), 0, imported=imported)
+    now = dataclasses.replace(CHECKED, checkpoint_activations=True)  # gives the same numbers
+    identity = {**IDENTITY, "model": dataclasses.asdict(now)}
+    if problem:
+        with pytest.raises(ConfigError, match=f"step-5: belongs to a run .*{problem}"):
+            check(found, identity, 10, own=False)
+    else:
         check(found, identity, 10, own=False)
 
 
@@ -188,8 +199,7 @@ def test_last_line_of_import_is_a_command_that_begins_there(
     tmp_path: Path, made: Path, out: str
 ) -> None:
     tied = f"{HEAD}={TABLE}"
-    done = command("import", made / "weights.safetensors", tmp_path / out, "--tied", tied).ended()
-    line = done.stdout.splitlines()[-1]
+    line = imported(made / "weights.safetensors", tmp_path / out, "--tied", tied)
     assert "HEADS, its number of attention heads; CONTEXT, the tokens" in line, line
     told = {"HEADS": "2", "CONTEXT": str(CONTEXT)}  # shapes of this one tell neither
     typed = [told.get(word, word) for word in shlex.split(line.rpartition(": ")[2])]
@@ -206,8 +216,8 @@ def test_command_of_import_has_the_sizes_that_the_weights_tell(tmp_path: Path) -
     save_file(theirs(GPT(config)), tmp_path / "model.safetensors")
     told = {"model_type": "gpt2", "n_head": 2, "n_embd": 8, "n_positions": 8, "n_layer": 1}
     (tmp_path / "config.json").write_text(json.dumps({**told, "vocab_size": 257}))
-    done = command("import", tmp_path, tmp_path / "out", "--layout", "gpt2").ended()
-    typed = shlex.split(done.stdout.splitlines()[-1].partition(": ")[2])
+    line = imported(tmp_path, tmp_path / "out", "--layout", "gpt2")
+    typed = shlex.split(line.partition(": ")[2])
     model = read_run_config(typed[3:]).model
     assert (model.layers, model.hidden, model.heads, model.context) == (1, 8, 2, 8)
 
@@ -221,8 +231,7 @@ def test_command_of_import_has_the_sizes_that_shapes_tell_and_asks_for_the_heads
     weights[HEAD] = weights[TABLE].clone()
     file = tmp_path / f"weights.{suffix}"
     save_file(weights, file) if suffix == "safetensors" else torch.save(weights, file)
-    done = command("import", file, tmp_path / "out", "--layout", "gpt2").ended()
-    line = done.stdout.splitlines()[-1]
+    line = imported(file, tmp_path / "out", "--layout", "gpt2")
     assert line.startswith("to train from it, put in what it does not tell (HEADS"), line
     typed = shlex.split(line.rpartition(": ")[2].replace(" HEADS ", " 2 "))
     model = read_run_config(typed[3:]).model
@@ -251,18 +260,15 @@ def test_weights_that_train_cannot_train_are_said_to_be_that(
     if not change:
         weights["more.weight"] = torch.ones(2)
     save_file(weights, tmp_path / "w.safetensors")
-    done = command("import", tmp_path / "w.safetensors", tmp_path / "out", *tied).ended()
-    assert f"hpczero.train cannot train it: {why}" in done.stdout, done
-    assert "--resume.from" not in done.stdout, done
+    line = imported(tmp_path / "w.safetensors", tmp_path / "out", *tied)
+    assert f"hpczero.train cannot train it: {why}" in line
+    assert "--resume.from" not in line
 
 
 def test_import_asks_for_tokens_of_another_vocabulary_and_for_more_steps(tmp_path: Path) -> None:
     model = GPT(GPTConfig(vocab_size=300, context=8, layers=1, hidden=8, heads=2))
     save_file(theirs(model), tmp_path / "w.safetensors")
-    done = command(
-        "import", tmp_path / "w.safetensors", tmp_path / "o", "--layout=gpt2", "--step=300"
-    ).ended()
-    line = done.stdout.splitlines()[-1]
+    line = imported(tmp_path / "w.safetensors", tmp_path / "o", "--layout=gpt2", "--step=300")
     assert "TOKENS.h5, a token file of its vocabulary of 300 ids" in line
     assert "--data.path TOKENS.h5 --train.steps 600 --resume.from" in line
 
@@ -277,12 +283,9 @@ def test_names_of_gpt2_are_not_taken_literally_unless_that_is_said(
     model = GPT(GPTConfig(vocab_size=31, context=8, layers=1, hidden=8, heads=2))
     weights = {f"{prefix}{name}": value for name, value in theirs(model).items()}
     save_file(weights, tmp_path / "w.safetensors")
-    done = command("import", tmp_path / "w.safetensors", tmp_path / "out").ended(78)
-    assert "give --layout gpt2" in done.stderr, done
-    assert "or --layout hpczero" in done.stderr, done
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointMismatch, match="give --layout gpt2"):
+    with pytest.raises(CheckpointMismatch, match=r"give --layout gpt2.* or --layout hpczero"):
         convert(tmp_path / "w.safetensors", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     literal = convert(tmp_path / "w.safetensors", tmp_path / "literal", layout="hpczero")
     names = [row.name for row in read_manifest(literal).table.rows]
     assert f"{prefix}h.0.attn.c_attn.weight" in names
@@ -291,8 +294,8 @@ def test_names_of_gpt2_are_not_taken_literally_unless_that_is_said(
 
 
 def test_names_that_are_somebody_elses_are_taken_as_they_are(tmp_path: Path) -> None:
-    save_file({"h.0.fc.weight": torch.ones(2), "wte.weight": torch.ones(2, 2)}, tmp_path / "w.pt")
-    (tmp_path / "w.pt").rename(tmp_path / "w.safetensors")
+    weights = {"h.0.fc.weight": torch.ones(2), "wte.weight": torch.ones(2, 2)}
+    save_file(weights, tmp_path / "w.safetensors")
     path = convert(tmp_path / "w.safetensors", tmp_path / "out")
     assert [row.name for row in read_manifest(path).table.rows] == ["h.0.fc.weight", "wte.weight"]
 
@@ -300,15 +303,11 @@ def test_names_that_are_somebody_elses_are_taken_as_they_are(tmp_path: Path) -> 
 # --- other ranks
 
 
-def four(folder: Path, ranks: int, **changes: Any) -> Finished:
-    given = {"train__global_batch": 4, "data__path": folder / "tokens.h5", **changes}
-    return train(folder, ranks, run__name="four", **given)
-
-
 @pytest.fixture(scope="module")
 def of_four(made: Path) -> Path:
     """A run of a global batch of 4, by 2 ranks, with a checkpoint."""
-    four(made, 2, train__steps=1).ended()
+    given = {"train__steps": 1, "train__global_batch": 4, "data__path": made / "tokens.h5"}
+    train(made, 2, run__name="four", **given).ended()
     return made
 
 
@@ -317,47 +316,30 @@ def of(folder: Path, *words: str) -> RunConfig:
     return read_run_config([*given[2:], *words])
 
 
-@pytest.mark.parametrize("words", ["--train.global-batch 4", "--train.global-batch 6", ""])
-def test_ranks_that_the_batch_of_a_run_is_not_spread_over_are_told_those_that_are(
-    of_four: Path, words: str
-) -> None:
-    config = of(of_four, *words.split())
-    three = Environment(launched_by="PMI_SIZE", launched_ranks=3, launched_rank=0)
-    with pytest.raises(ConfigError) as late:
-        check_ranks(config, RunFolder.of(config.run), 3)
-    assert "a global batch of 4" in str(late.value)
-    assert "goes on with 1, 2 or 4 ranks" in str(late.value)
-    early = mistake_of(config, PRESETS["gpt-micro"], three)
-    assert str(early) == str(late.value)
-
-
 @pytest.mark.parametrize(
-    ("words", "ranks"),
+    ("words", "ranks", "told"),
     [
-        ("--train.global-batch 4", 1),
-        ("--train.global-batch 6", 2),  # these ranks are not what is wrong
-        ("--train.global-batch 6 --run.overwrite true", 3),
-        ("--train.global-batch 6 --resume.from never", 3),
-        ("--train.global-batch 6 --run.name other", 3),
+        ("--train.global-batch 4", 3, "1, 2 or 4 ranks"),
+        ("--train.global-batch 6", 3, "1, 2 or 4 ranks"),
+        ("", 3, "1, 2 or 4 ranks"),
+        ("--train.global-batch 4 --train.micro-batch 2", 4, "1 or 2 ranks"),
+        ("--train.global-batch 4", 1, ""),
+        ("--train.global-batch 6", 2, ""),  # these ranks are not what is wrong
+        ("--train.global-batch 6 --run.overwrite true", 3, ""),
+        ("--train.global-batch 6 --resume.from never", 3, ""),
+        ("--train.global-batch 6 --run.name other", 3, ""),
     ],
 )
-def test_ranks_are_not_spoken_of_where_they_are_not_what_is_wrong(
-    of_four: Path, words: str, ranks: int
+def test_ranks_that_the_batch_of_a_run_is_not_spread_over_are_told_those_that_are(
+    of_four: Path, words: str, ranks: int, told: str
 ) -> None:
     config = of(of_four, *words.split())
-    check_ranks(config, RunFolder.of(config.run), ranks)
-
-
-def test_ranks_that_fit_the_micro_batch_too_are_named(of_four: Path) -> None:
-    config = of(of_four, "--train.global-batch", "4", "--train.micro-batch", "2")
-    with pytest.raises(ConfigError, match="goes on with 1 or 2 ranks"):
-        check_ranks(config, RunFolder.of(config.run), 4)
-
-
-def test_job_of_three_ranks_says_it_once_and_leaves_the_run_as_it_was(of_four: Path) -> None:
-    before = load_toml(of_four / "four" / "config.toml", RunConfig)
-    job = four(of_four, 3, train__steps=2).ended(78)
-    assert "goes on with 1, 2 or 4 ranks" in job.stderr, job
-    assert "such as 3 or 6" not in job.stderr, job
-    assert load_toml(of_four / "four" / "config.toml", RunConfig) == before
-    assert len(Folder(of_four / "four" / "checkpoints").candidates()) == 1
+    folder = RunFolder.of(config.run)
+    if not told:
+        check_ranks(config, folder, ranks)
+        return
+    with refused("a global batch of 4", f"goes on with {told}") as late:
+        check_ranks(config, folder, ranks)
+    launched = Environment(launched_by="PMI_SIZE", launched_ranks=ranks, launched_rank=0)
+    early = mistake_of(config, PRESETS["gpt-micro"], launched)
+    assert str(early) == str(late.value)

@@ -156,30 +156,24 @@ def writers_end() -> None:
             thread.join(60)
 
 
+@pytest.mark.parametrize("full_from", ["the start", "a step"])
 def test_tensorboard_that_cannot_be_written_is_warned_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    full_from: str,
 ) -> None:
+    tracebacks: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    if full_from == "the start":
+        monkeypatch.setattr(RecordWriter, "write", fails)
     folder = RunFolder(tmp_path)
     with Records(folder, LogOptions(), num_steps=3) as records:
+        writers_end()  # at the header, if ever
         monkeypatch.setattr(RecordWriter, "write", fails)
         for step in (1, 2, 3):
             records.write(metrics(step))
             writers_end()
-    assert len(read_metrics(folder.metrics)) == 3
-    assert caplog.text.count("tensorboard: cannot be written (No space left on device)") == 1
-
-
-def test_disk_that_is_full_from_the_start_is_one_line_of_tensorboard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tracebacks: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
-    monkeypatch.setattr(RecordWriter, "write", fails)
-    folder = RunFolder(tmp_path)
-    with Records(folder, LogOptions(), num_steps=3) as records:
-        writers_end()  # at the header
-        for step in (1, 2, 3):
-            records.write(metrics(step))
     assert not tracebacks
     assert len(read_metrics(folder.metrics)) == 3
     assert caplog.text.count("tensorboard: cannot be written (No space left on device)") == 1

@@ -176,17 +176,6 @@ def test_rates_are_averaged_over_time_and_losses_over_steps() -> None:
     assert interval.mean("tokens_per_s") == (100 * 1 + 10 * 3) / 4
 
 
-def test_stopwatch_adds_up_a_phase_and_leaves_others_at_zero() -> None:
-    watch = Stopwatch()
-    for _ in range(2):
-        with watch.phase("forward"):
-            start = time.perf_counter()
-            while time.perf_counter() - start < 0.01:
-                pass
-    assert 20 <= watch.ms("forward") <= watch.elapsed_s() * 1e3
-    assert watch.ms("backward") == 0.0
-
-
 def test_flops_are_counted_per_rank() -> None:
     # 1,000 tokens per second of a model of 1e9 FLOPs per token are 1e12 FLOP/s: 0.25 TFLOP/s on each of 4 ranks.
     assert achieved_tflops(1000.0, 1e9, 4) == 0.25
@@ -293,6 +282,7 @@ def test_a_steps_parts_add_up_and_waits_count_once(monkeypatch: pytest.MonkeyPat
     step_s = watch.elapsed_s()
     with watch.phase("checkpoint"):
         work(0.05)
+    assert watch.ms("evaluation") == 0.0
     split = StepSplit.of(watch, step_s)
     expected = {"compute": 60, "communication": 80, "optimizer": 20, "data": 10, "other": 20}
     for name, ms in (expected | {"checkpoint": 50}).items():

@@ -210,7 +210,7 @@ def test_final_weights_are_sampled_unless_a_checkpoint_is_newer_or_they_are_dama
     shutil.copytree(runs / "o", runs / "old")
     old = (runs / "o" / "model.safetensors").read_bytes()
     changes: dict[str, Any] = {"run__name": "o", "train__steps": 8, "checkpoint__every": 2}
-    assert train(runs, 1, data__path=books[1], **changes).returncode == 0
+    train(runs, 1, data__path=books[1], **changes).ended()
     text = text_of(step_path(runs, 8, "o"), tokenizer_of(books[1]), tmp_path)
     new = (runs / "o" / "model.safetensors").read_bytes()
     contents = {"newer": old, "short": new[:-1], "flipped": new[:-5] + b"12345"}
@@ -249,22 +249,20 @@ def test_what_is_set_aside_keeps_its_tokenizer_and_the_new_line_has_its_own(
     assert (second / "model.safetensors").exists()
     newest = text_of(step_path(runs, 8, "again"), tokenizer_of(books[0]), tmp_path)
     one = first / "step-000000006"
-    found, said = samples(
-        [first],
-        [one],
-        [runs / "r"],
-        [runs / "r" / "checkpoints"],
-        [second],
-        [second / "step-000000008"],
-        [runs / "again"],
-        [runs / "again" / "checkpoints"],
+    expected: list[tuple[Sequence[object], str]] = [
+        ([first], texts["r6"]),
+        ([one], texts["r6"]),
+        ([runs / "r"], new),
+        ([second], new),
+        ([second / "step-000000008"], new),
+        ([runs / "again" / "checkpoints"], newest),
         # Named all the same, the other token file is refused.
-        [one, "--token-file", books[0]],
-        [one, "--token-file", books[1]],
-        [second / "model.safetensors", "--token-file", books[0]],
-    )
-    old = texts["r6"]
-    assert found == [old, old, new, new, new, new, newest, newest, old, "78", "78"], said
+        ([one, "--token-file", books[0]], texts["r6"]),
+        ([one, "--token-file", books[1]], "78"),
+        ([second / "model.safetensors", "--token-file", books[0]], "78"),
+    ]
+    found, said = samples(*(words for words, _ in expected))
+    assert found == [text for _, text in expected], said
     assert f"{books[1]}: has another tokenizer (bpe of 290 ids, " in said
     assert f"{books[0]}: has another tokenizer (bpe of 290 ids, " in said
 

@@ -12,7 +12,7 @@ import pytest
 from hpczero.job.signals import Signals
 from hpczero.options.environment import Environment
 from hpczero.run.stopping import Deadline, Stops, Wish
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.parallel import on_root, parallel_assert
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,16 +45,13 @@ def test_what_is_no_file_asks_for_nothing_and_is_warned_of_once(
     }
     for kind, (make, remove) in ways.items():
         caplog.clear()
-        if comm.rank == 0:
-            make()
+        on_root(comm, make)
         heard(comm, stops, [Wish.NOTHING] * 3)
         told = caplog.text.count(f"{place}: is {kind} and asks for nothing")
         parallel_assert(comm, told == (comm.rank == 0), caplog.text)
-        if comm.rank == 0:
-            remove()
+        on_root(comm, remove)
         heard(comm, stops, [Wish.NOTHING])
-        if comm.rank == 0:
-            place.touch()
+        on_root(comm, place.touch)
         heard(comm, stops, [wish, Wish.NOTHING])
 
 
@@ -65,14 +62,11 @@ def test_file_that_cannot_be_removed_is_heard_once(
         raise PermissionError(1, "Operation not permitted", os.fspath(path))
 
     stops = Stops(folder, topology, Signals(), Deadline(Environment()))
-    if comm.rank == 0:
-        (folder / "SAVE").touch()
+    on_root(comm, (folder / "SAVE").touch)
     with monkeypatch.context() as patch:  # root may remove anything
         patch.setattr(Path, "unlink", refuse)
         heard(comm, stops, [Wish.SAVE, Wish.NOTHING, Wish.NOTHING])
-    if comm.rank == 0:
-        (folder / "SAVE").unlink()
+    on_root(comm, (folder / "SAVE").unlink)
     heard(comm, stops, [Wish.NOTHING])
-    if comm.rank == 0:
-        (folder / "SAVE").touch()
+    on_root(comm, (folder / "SAVE").touch)
     heard(comm, stops, [Wish.SAVE, Wish.NOTHING])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from pathlib import Path
 
@@ -13,40 +12,33 @@ from safetensors import safe_open
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml
 from hpczero.run.results.metrics import StepMetrics, read_metrics
-from tests.helpers.mpirun import Finished, run_ranks, run_typed
+from tests.helpers import runs
+from tests.helpers.mpirun import Finished, run_ranks
 
 LIMIT_S = 100
 STEPS = 30
 TINY = {
-    "model.preset": "gpt-micro",
-    "model.layers": 1,
-    "model.hidden": 32,
-    "model.context": 16,
-    "train.steps": STEPS,
-    "train.global_batch": 8,
-    "train.accumulation": 2,
-    "train.learning_rate": 0.01,
-    "train.warmup": 3,
-    "evaluation.every": 10,
-    "evaluation.batches": 2,
+    "model__layers": 1,
+    "model__hidden": 32,
+    "train__steps": STEPS,
+    "train__global_batch": 8,
+    "train__accumulation": 2,
+    "train__learning_rate": 0.01,
+    "train__warmup": 3,
+    "evaluation__every": 10,
+    "evaluation__batches": 2,
+    "log__plot": "true",
+    "log__tensorboard": "true",
 }
 
 
 def train(n: int, folder: Path, **options: object) -> Finished:
-    """The command on ``n`` ranks with a tiny model; a double underscore stands for the dot of an option."""
-    given = {name.replace("__", "."): value for name, value in options.items()}
+    """The command on ``n`` ranks with a tiny model."""
     text = folder / "text.txt"
     if not text.exists():
         text.write_text("".join(f"line {i}: the rank owns its shard\n" for i in range(400)))
-    values = {
-        **TINY,
-        "data.path": text,
-        "data.cache": folder / "tokens",
-        "run.folder": folder,
-        **given,
-    }
-    args = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    return run_typed(n, ["-m", "hpczero.train", *args], timeout=LIMIT_S)
+    data = {"data__path": text, "data__cache": folder / "tokens"}
+    return runs.train(folder, n, **{**TINY, **data, **options})
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +56,7 @@ def test_rank_that_never_starts_mpi_does_not_make_the_others_wait_for_ever(folde
 
 @pytest.fixture(scope="module")
 def on_two_ranks(folder: Path) -> Finished:
-    done = train(2, folder, run__name="two", log__every=10).ended()
-    return done
+    return train(2, folder, run__name="two", log__every=10).ended()
 
 
 def steps_of(folder: Path, name: str) -> list[StepMetrics]:
@@ -220,31 +211,6 @@ def test_compiled_blocks_train_the_same_and_go_on_from_what_was_not_compiled(
         assert not any("_orig_mod" in key for key in weights.keys())  # noqa: SIM118
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"train__step": 3}, ["--train.step", "--train.steps"]),
-        ({"train__global_batch": 9}, ["train.global_batch", "got 9", "2 rank(s)", "8 or 12"]),
-        ({"data__path": "missing.h5"}, ["missing.h5", "no such token file"]),
-        ({"data__path": os.devnull}, [os.devnull]),
-        ({"parallel__nodes": "2x2"}, ["nodes 2x2", "the job has 2"]),
-        ({"offload__optimizer": "host", "offload__delayed": "true"}, ["delayed with step device"]),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_bad_input_ends_the_job_with_78_a_message_and_no_results(
-    options: dict[str, object], expected: list[str], tmp_path: Path
-) -> None:
-    done = train(2, tmp_path, run__name="bad", **options).ended(78)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
-    assert errors
-    for line in errors:
-        for part in expected:
-            assert part in line, done
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "bad").exists()
-
-
 SEED_IS_RANK = """
 import runpy
 import sys
@@ -256,9 +222,8 @@ runpy.run_module("hpczero.train", run_name="__main__")
 
 
 def test_ranks_started_with_other_options_are_named(tmp_path: Path) -> None:
-    done = run_ranks(2, ["-c", SEED_IS_RANK, "--run.folder", str(tmp_path)], timeout=LIMIT_S).ended(
-        78
-    )
+    words = ["-c", SEED_IS_RANK, "--run.folder", str(tmp_path)]
+    done = run_ranks(2, words, timeout=LIMIT_S).ended(78)
     assert "on rank(s) 1, could not agree on the options" in done.stderr
     assert not list(tmp_path.iterdir())
 
