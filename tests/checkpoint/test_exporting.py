@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +25,8 @@ from hpczero.errors import ConfigError, CorruptCheckpoint
 from tests.checkpoint.damage import datasets, flip_in
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, once, read_all, state, theirs
 from tests.checkpoint.programs import program_of
-from tests.helpers.parallel import on_root
 from tests.helpers.small_models import same_state, tiny_gpt, tiny_tokens
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.world import World
 
 MIB = 2**20
 
@@ -339,17 +336,17 @@ def test_command_imports_without_mpi(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_export_of_a_training_is_its_full_state(comm: MPI.Intracomm, folder: Path) -> None:
-    with program_of(comm, comm.size, stage=3) as program:
+def test_export_of_a_training_is_its_full_state(world: World) -> None:
+    with program_of(world.comm, world.size, stage=3) as program:
         program.train(2)
         expected = hpczero.full_state_dict(program.model)
-        program.save(folder / "run")
+        program.save(world.folder / "run")
 
     def judge() -> None:
         assert expected is not None
-        export(folder / "run", folder / "out.pt", WeightsForm(format="torch"))
-        assert same_state(torch.load(folder / "out.pt", weights_only=True), expected)
-        export(folder / "run", folder / "out")
-        assert same_state(read_all(folder / "out"), once(expected))
+        export(world.folder / "run", world.folder / "out.pt", WeightsForm(format="torch"))
+        assert same_state(torch.load(world.folder / "out.pt", weights_only=True), expected)
+        export(world.folder / "run", world.folder / "out")
+        assert same_state(read_all(world.folder / "out"), once(expected))
 
-    on_root(comm, judge)
+    world.on_root(judge)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -32,11 +32,8 @@ from tests.checkpoint.damage import flip, put
 from tests.checkpoint.foreign import checkpoint, other_state, state, theirs
 from tests.checkpoint.programs import Program, program_of
 from tests.files.test_regular import at_once
-from tests.helpers.parallel import on_root, parallel_assert
-from tests.helpers.small_models import raises_on_all, same_state, tiny_gpt
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.small_models import tiny_gpt
+from tests.helpers.world import World
 
 FLIPS = 250
 
@@ -279,32 +276,30 @@ UNFIT: dict[str, tuple[str, dict[str, Tensor], str]] = {
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("case", UNFIT)
 def test_values_that_the_model_cannot_hold_are_refused_and_the_model_stays(
-    comm: MPI.Intracomm, folder: Path, case: str
+    world: World, case: str
 ) -> None:
     precision, values, message = UNFIT[case]
-    on_root(comm, torch.save, {**other_state(), **values}, folder / "w.pt")
-    with program_of(comm, comm.size, precision=precision) as program:
+    world.on_root(torch.save, {**other_state(), **values}, world.folder / "w.pt")
+    with program_of(world.comm, world.size, precision=precision) as program:
         before = hpczero.full_state_dict(program.model)
-        load = partial(hpczero.checkpoint.import_weights, folder / "w.pt", program.model)
-        raises_on_all(comm, CheckpointMismatch, message, load)
-        parallel_assert(comm, same_state(hpczero.full_state_dict(program.model), before))
+        load = partial(hpczero.checkpoint.import_weights, world.folder / "w.pt", program.model)
+        world.raises(CheckpointMismatch, message, load)
+        world.check_state(hpczero.full_state_dict(program.model), before)
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_damage_that_one_rank_finds_is_told_on_all(
-    comm: MPI.Intracomm, program: Program, folder: Path
-) -> None:
-    path = folder / "w.pt"
+def test_damage_that_one_rank_finds_is_told_on_all(world: World, program: Program) -> None:
+    path = world.folder / "w.pt"
 
     def damaged() -> None:
         torch.save(other_state(), path)
         data = path.read_bytes()
         flip(path, data.index(other_state()["frozen.weight"].numpy().tobytes()) + 40, 3)
 
-    on_root(comm, damaged)
+    world.on_root(damaged)
     load = partial(hpczero.checkpoint.import_weights, path, program.model)
-    raises_on_all(comm, CheckpointError, r"w.pt: damaged at '.*/data/[0-9]+'", load)
+    world.raises(CheckpointError, r"w.pt: damaged at '.*/data/[0-9]+'", load)
 
 
 # --- casts -----------------------------------------------------------------------------------------------------------

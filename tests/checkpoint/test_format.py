@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +27,7 @@ from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
 from tests.checkpoint.damage import Change, golden_copy, put, resigned
 from tests.checkpoint.programs import Program
 from tests.files.test_regular import at_once
-from tests.helpers.parallel import on_root
-from tests.helpers.small_models import raises_on_all
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.world import World
 
 
 def table() -> Table:
@@ -267,9 +263,9 @@ LIES: dict[str, tuple[type[Exception], Change, str]] = {
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", LIES)
 def test_what_only_a_load_can_judge_is_refused_by_it(
-    comm: MPI.Intracomm, program: Program, folder: Path, name: str
+    world: World, program: Program, name: str
 ) -> None:
     kind, change, said = LIES[name]
-    path = program.save(folder)
-    on_root(comm, resigned, path, change)
-    raises_on_all(comm, kind, said, program.load, path)
+    path = program.save(world.folder)
+    world.on_root(resigned, path, change)
+    world.raises(kind, said, program.load, path)

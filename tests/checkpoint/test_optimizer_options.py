@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +14,8 @@ from torch import nn
 import hpczero
 from hpczero.checkpoint import Checkpoints
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.small_models import MLP, adamw, mlp_backward
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
@@ -46,15 +42,13 @@ def grouped(model: MLP, way: str) -> torch.optim.Optimizer:
         ("first, rest", r"layers.0.0.bias is in group 1 .* checkpoint and in group 0 here"),
     ],
 )
-def test_groups_of_other_members_are_refused(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, way: str, pattern: str
-) -> None:
+def test_groups_of_other_members_are_refused(world: World, way: str, pattern: str) -> None:
     model = MLP()
-    with zeroified(model, grouped(model, "weights, biases"), topology=topology):
-        hpczero.checkpoint.save(folder, model, step=1)
+    with world.zeroified(model, grouped(model, "weights, biases")):
+        hpczero.checkpoint.save(world.folder, model, step=1)
     model = MLP()
-    with zeroified(model, grouped(model, way), topology=topology):
-        raises_on_all(comm, CheckpointMismatch, pattern, hpczero.checkpoint.load, folder, model)
+    with world.zeroified(model, grouped(model, way)):
+        world.raises(CheckpointMismatch, pattern, hpczero.checkpoint.load, world.folder, model)
 
 
 class Tied(nn.Module):
@@ -72,18 +66,18 @@ class Tied(nn.Module):
 
 
 def test_groups_are_those_of_tied_parameters_by_either_name_and_not_of_frozen_ones(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    world: World,
 ) -> None:
     for names, frozen in ((("a", "b"), False), (("b", "a"), True)):
         model = Tied(*names, frozen=frozen)
         last = [p for p in model.last.parameters() if p.requires_grad]
         groups = [{"params": last}, {"params": [model.get_parameter(f"{names[0]}.weight")]}]
-        with zeroified(model, torch.optim.AdamW(groups, lr=0.1), topology=topology):
+        with world.zeroified(model, torch.optim.AdamW(groups, lr=0.1)):
             if frozen:
-                step = hpczero.checkpoint.load(folder, model).step
-                parallel_assert(comm, step == 1)
+                step = hpczero.checkpoint.load(world.folder, model).step
+                world.check(step == 1)
             else:
-                hpczero.checkpoint.save(folder, model, step=1)
+                hpczero.checkpoint.save(world.folder, model, step=1)
 
 
 # The option, what it is at the save, and what stands there at the load.
@@ -109,25 +103,23 @@ NUMBERS: dict[str, tuple[str, Any, Any]] = {
 @pytest.mark.parametrize("case", NUMBERS)
 @pytest.mark.parametrize("background", [False, True])
 def test_numbers_of_numpy_and_torch_come_back_as_what_the_optimizer_has(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, case: str, background: bool
+    world: World, case: str, background: bool
 ) -> None:
     name, given, there = NUMBERS[case]
     model = MLP()
     optimizer = adamw(model)
-    with zeroified(model, optimizer, topology=topology):
+    with world.zeroified(model, optimizer):
         optimizer.param_groups[0] |= {name: given, "nan": math.nan}
-        with Checkpoints(folder, model, background=background) as checkpoints:
+        with Checkpoints(world.folder, model, background=background) as checkpoints:
             checkpoints.save(1)
         optimizer.param_groups[0] |= {name: there, "nan": 1.0}
-        hpczero.checkpoint.load(folder, model)
+        hpczero.checkpoint.load(world.folder, model)
         found = optimizer.param_groups[0][name]
-    parallel_assert(
-        comm, found == given and math.isnan(optimizer.param_groups[0]["nan"]), f"{found}"
-    )
-    parallel_assert(comm, type(found) is type(there), repr(found))
+    world.check(found == given and math.isnan(optimizer.param_groups[0]["nan"]), f"{found}")
+    world.check(type(found) is type(there), repr(found))
     if isinstance(there, tuple):
         kinds = [(type(a), type(b)) for a, b in zip(found, there, strict=True)]
-        parallel_assert(comm, all(a is b for a, b in kinds), repr(found))
+        world.check(all(a is b for a, b in kinds), repr(found))
 
 
 DATA: dict[str, tuple[Any, str]] = {
@@ -145,69 +137,69 @@ DATA: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", DATA)
 @pytest.mark.parametrize("background", [False, True])
 def test_option_that_cannot_be_kept_is_refused_with_its_group(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, case: str, background: bool
+    world: World, case: str, background: bool
 ) -> None:
     value, got = DATA[case]
     model = MLP()
     optimizer = grouped(model, "weights, biases")
-    with zeroified(model, optimizer, topology=topology):
+    with world.zeroified(model, optimizer):
         optimizer.param_groups[1]["own"] = value
-        checkpoints = Checkpoints(folder, model, background=background)
+        checkpoints = Checkpoints(world.folder, model, background=background)
         pattern = rf"option 'own' of group 1 of the optimizer.*{got}"
-        raises_on_all(comm, CheckpointError, pattern, checkpoints.save, 1)
-        parallel_assert(comm, not list(folder.glob("step-*")))
+        world.raises(CheckpointError, pattern, checkpoints.save, 1)
+        world.check(not list(world.folder.glob("step-*")))
         checkpoints.close()
 
 
 def test_functions_among_the_options_are_told_of_once(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = MLP()
     optimizer = grouped(model, "weights, biases")
-    with zeroified(model, optimizer, topology=topology):
+    with world.zeroified(model, optimizer):
         optimizer.param_groups[1]["own"] = keep = lambda x: x
         for step in (1, 2):
-            hpczero.checkpoint.save(folder, model, step=step)
-        hpczero.checkpoint.load(folder, model)
-        parallel_assert(comm, optimizer.param_groups[1]["own"] is keep)
+            hpczero.checkpoint.save(world.folder, model, step=step)
+        hpczero.checkpoint.load(world.folder, model)
+        world.check(optimizer.param_groups[1]["own"] is keep)
     told = [r.getMessage() for r in caplog.records if "option 'own'" in r.getMessage()]
-    parallel_assert(comm, len(told) == (1 if comm.rank == 0 else 0), str(told))
-    parallel_assert(comm, comm.rank != 0 or "function" in told[0], str(told))
+    world.check(len(told) == (1 if world.rank == 0 else 0), str(told))
+    world.check(world.rank != 0 or "function" in told[0], str(told))
 
 
 def test_checkpoint_without_optimizer_state_is_told_of_by_whoever_has_an_optimizer(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = MLP()
-    with zeroified(model, None, topology=topology):
-        path = hpczero.checkpoint.save(folder, model, step=1)
-        hpczero.checkpoint.load(folder, model)
-    parallel_assert(comm, not caplog.records, caplog.text)
+    with world.zeroified(model, None):
+        path = hpczero.checkpoint.save(world.folder, model, step=1)
+        hpczero.checkpoint.load(world.folder, model)
+    world.check(not caplog.records, caplog.text)
     model = MLP()
-    with zeroified(model, adamw(model), topology=topology):
+    with world.zeroified(model, adamw(model)):
         for _ in range(2):
-            hpczero.checkpoint.load(folder, model)
+            hpczero.checkpoint.load(world.folder, model)
     told = [r.getMessage() for r in caplog.records if "no optimizer state" in r.getMessage()]
-    parallel_assert(comm, len(told) == (1 if comm.rank == 0 else 0), str(told))
-    parallel_assert(comm, comm.rank != 0 or str(path) in told[0], str(told))
+    world.check(len(told) == (1 if world.rank == 0 else 0), str(told))
+    world.check(world.rank != 0 or str(path) in told[0], str(told))
 
 
 def test_weights_alone_do_not_take_the_place_of_a_checkpoint_with_optimizer_state(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    world: World,
 ) -> None:
     model = MLP()
-    with zeroified(model, adamw(model), topology=topology) as sharding:
-        mlp_backward(model, comm.rank)
+    with world.zeroified(model, adamw(model)) as sharding:
+        mlp_backward(model, world.rank)
         sharding.optimizer.step()  # type: ignore[union-attr]
-        path = hpczero.checkpoint.save(folder, model, step=5)
+        path = hpczero.checkpoint.save(world.folder, model, step=5)
     before = (path / "manifest.json").read_text()
     model = MLP()
-    with zeroified(model, None, topology=topology):
-        hpczero.checkpoint.load(folder, model)
+    with world.zeroified(model, None):
+        hpczero.checkpoint.load(world.folder, model)
         for background in (False, True):
-            with Checkpoints(folder, model, background=background) as checkpoints:
+            with Checkpoints(world.folder, model, background=background) as checkpoints:
                 pattern = rf"{path}: holds the state of AdamW.* another directory or another step"
-                raises_on_all(comm, ConfigError, pattern, checkpoints.save, 5)
-        parallel_assert(comm, (path / "manifest.json").read_text() == before)
+                world.raises(ConfigError, pattern, checkpoints.save, 5)
+        world.check((path / "manifest.json").read_text() == before)
         for step in (6, 6):
-            hpczero.checkpoint.save(folder, model, step=step)
+            hpczero.checkpoint.save(world.folder, model, step=step)
