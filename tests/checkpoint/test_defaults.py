@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hpczero
-from tests.helpers.small_models import MLP, adamw, mlp_input
+from tests.helpers.small_models import adamw, mlp_input
 from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
@@ -50,16 +50,14 @@ def test_run_that_is_saved_and_loaded_goes_on_bit_for_bit(
 
     found = []
     for saved in (False, True):
-        model = MLP()
-        with world.zeroified(model, optimizer := make(model), stage=stage):
+        with world.mlp(make, stage=stage) as (model, optimizer):
             steps(model, optimizer, range(2 if saved else 4))
             if not saved:
                 found.append(hpczero.full_state_dict(model))
                 continue
             with default(what):
                 hpczero.checkpoint.save(world.folder, model, optimizer, step=2)
-        model = MLP()
-        with world.zeroified(model, optimizer := make(model), stage=stage):
+        with world.mlp(make, stage=stage) as (model, optimizer):
             with default(what):
                 hpczero.checkpoint.load(world.folder, model, optimizer)
             steps(model, optimizer, range(2, 4))

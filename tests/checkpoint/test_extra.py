@@ -47,9 +47,7 @@ def rates(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[
 def test_scheduler_with_milestones_goes_on_after_a_load(world: World, kind: str) -> None:
     found = []
     for load in (False, True):
-        model = MLP()
-        optimizer = sgd(model)
-        with world.zeroified(model, optimizer):
+        with world.mlp(sgd) as (model, optimizer):
             scheduler = SCHEDULERS[kind](optimizer)
             if load:
                 extra = hpczero.checkpoint.load(world.folder, model).extra

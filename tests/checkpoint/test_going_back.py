@@ -9,14 +9,11 @@ import pytest
 
 from hpczero.checkpoint.disk.folder import LATEST, Folder, read_manifest
 from tests.checkpoint.damage import datasets, flip_in
+from tests.checkpoint.folders import steps
 from tests.checkpoint.programs import Program, program_of
 from tests.helpers.world import World
 
 pytestmark = pytest.mark.mpi
-
-
-def steps(folder: Path) -> list[int]:
-    return [manifest.step for _, manifest in Folder(folder).valid()]
 
 
 @pytest.mark.ranks(1, 2)

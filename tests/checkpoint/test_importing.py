@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 import hpczero
 from hpczero import Offload
-from hpczero.checkpoint import held
+from hpczero.checkpoint import held, import_weights
 from hpczero.checkpoint.foreign import weight_files
 from hpczero.checkpoint.foreign.converting import convert
 from hpczero.errors import CheckpointMismatch, ConfigError, StepError, TierError
@@ -25,7 +26,6 @@ from tests.helpers.small_models import (
     MLP,
     adamw,
     mlp_backward,
-    same_state,
     tiny_gpt,
     tiny_tokens,
     zeroified,
@@ -33,6 +33,13 @@ from tests.helpers.small_models import (
 from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+
+@pytest.fixture
+def cramped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many pieces, and hardly a window stays open."""
+    monkeypatch.setattr(weight_files, "CHUNK_NUMEL", 700)
+    monkeypatch.setattr(held, "OPEN_NBYTES", WINDOW // 2)
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -45,7 +52,7 @@ def test_weights_come_in_and_the_optimizer_stays(world: World, kind: str, stage:
     with program_of(world.comm, world.size, stage=stage) as program:
         program.train(2)
         moments = [s["exp_avg"].clone() for s in program.optimizer.state.values()]
-        hpczero.checkpoint.import_weights(path, program.model)
+        import_weights(path, program.model)
         found = hpczero.full_state_dict(program.model)
         kept = [s["exp_avg"] for s in program.optimizer.state.values()]
         world.check(all(map(torch.equal, moments, kept)))
@@ -61,10 +68,10 @@ def test_weights_that_are_no_numbers_are_told_once(
     state = once(other_state())
     state["head.weight"] = torch.full_like(state["head.weight"], torch.nan)
     world.on_root(save_file, state, world.folder / "model.safetensors")
-    hpczero.checkpoint.import_weights(world.folder, program.model)
-    told = [record.getMessage() for record in caplog.records if "no number" in record.getMessage()]
+    import_weights(world.folder, program.model)
+    told = [line for line in caplog.messages if "no number" in line]
     every = [line for lines in world.comm.allgather(told) for line in lines]
-    world.check(len(every) == 1 and "head.weight" in every[0], str(every))
+    world.check(len(every) == 1 and "head.weight" in every[0], every)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -76,7 +83,7 @@ def test_any_floating_dtype_becomes_fp32(world: World, dtype: torch.dtype) -> No
     for name in ("frozen.weight", "frozen.bias"):  # no optimizer, so no master
         expected[name] = expected[name].bfloat16().float()
     with program_of(world.comm, world.size, precision="bf16") as program:
-        hpczero.checkpoint.import_weights(world.folder, program.model)
+        import_weights(world.folder, program.model)
         found = hpczero.full_state_dict(program.model)
     world.check_state(found, expected)
 
@@ -85,41 +92,70 @@ def without(state: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name not in names}
 
 
-OTHERS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
+# What is in the file instead, the precision of the model, and what is said.
+OTHERS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str, str]] = {
     "names and shapes": (
         lambda s: (
             without(s, "mean", "frozen.bias")
             | {"more": torch.ones(1), "head.weight": torch.ones(13, 7)}
         ),
+        "fp32",
         r"they have no frozen.bias, mean; the model has no more; head.weight is \(13, 7\) in the "
         r"file and \(7, 13\) in the model. Build the model",
     ),
+    "nothing": (lambda s: {}, "fp32", "they have no"),
     "whole numbers": (
         lambda s: s | {"head.weight": torch.ones(7, 13, dtype=torch.int8)},
+        "fp32",
         "head.weight is torch.int8 in the file, expected floating",
     ),
     "untied": (
         lambda s: s | {"back.weight": s["back.weight"] + 1},
+        "fp32",
         "embed.weight and back.weight are tied in the model and",
+    ),
+    "too large": (
+        lambda s: s | {"head.weight": torch.full((7, 13), 1e300, dtype=torch.float64)},
+        "fp32",
+        r"'head.weight' holds 1e\+300, which torch.float32 cannot",
+    ),
+    "too large for the precision": (
+        lambda s: s | {"blocks.1.0.weight": pad(torch.tensor([[3.4e38]]), (12, 0, 12, 0))},
+        "bf16",
+        r"blocks.1.0.weight.* holds 3.4e\+38, which torch.bfloat16 cannot",
+    ),
+    "too large for what is frozen": (
+        lambda s: s | {"frozen.bias": torch.full((13,), 7e4)},
+        "fp16",
+        "frozen.bias.* holds 70000, which torch.float16 cannot",
+    ),
+    "between whole numbers": (
+        lambda s: s | {"calls": torch.tensor(17.5)},
+        "fp32",
+        "'calls' holds 17.5, which torch.int64 cannot",
     ),
 }
 
 
+@pytest.mark.usefixtures("cramped")
 @pytest.mark.parametrize("difference", OTHERS)
-def test_weights_of_another_model_are_refused_and_the_model_stays(
-    world: World, program: Program, difference: str
+@pytest.mark.parametrize("away", [False, True], ids=["memory", "disk"])
+def test_weights_that_are_not_the_models_are_refused_and_the_model_stays(
+    world: World, difference: str, away: bool
 ) -> None:
-    change, said = OTHERS[difference]
+    change, precision, said = OTHERS[difference]
     world.on_root(torch.save, change(other_state()), world.folder / "w.pt")
-    before = hpczero.full_state_dict(program.model)
-    load = partial(hpczero.checkpoint.import_weights, world.folder / "w.pt", program.model)
-    world.raises(CheckpointMismatch, said, load)
-    world.check_state(hpczero.full_state_dict(program.model), before)
+    options = on_disk(world.folder) if away else {}
+    with program_of(world.comm, world.size, precision=precision, **options) as program:
+        before = hpczero.full_state_dict(program.model)
+        file = world.folder / "w.pt"
+        world.raises(CheckpointMismatch, said, import_weights, file, program.model)
+        world.check_state(hpczero.full_state_dict(program.model), before)
+        program.train(1)  # nobody doubts it
 
 
 def test_files_that_are_not_there_are_refused_on_all_ranks(world: World, model: MLP) -> None:
-    load = partial(hpczero.checkpoint.import_weights, world.folder, model)
-    world.raises(ConfigError, "no weights there", load)
+    world.raises(ConfigError, "no weights there", import_weights, world.folder, model)
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
@@ -129,7 +165,7 @@ def test_gpt2_layout_comes_in(world: World, prefix: str) -> None:
     state["lm_head.weight"] = state[prefix + "wte.weight"]
     world.on_root(torch.save, state, world.folder / "w.bin")
     with zeroified(tiny_gpt(), None, stage=3) as sharding:
-        load = partial(hpczero.checkpoint.import_weights, world.folder, sharding.model)
+        load = partial(import_weights, world.folder, sharding.model)
         world.raises(CheckpointMismatch, "give layout='gpt2'", load)
         load(layout="gpt2")
         found = hpczero.full_state_dict(sharding.model)
@@ -142,9 +178,7 @@ def test_other_heads_are_refused_though_shapes_fit(world: World) -> None:
     world.on_root(save_file, theirs(tiny_gpt()), world.folder / "model.safetensors")
     world.on_root((world.folder / "config.json").write_text, config)
     with zeroified(tiny_gpt(), None) as sharding:
-        load = partial(
-            hpczero.checkpoint.import_weights, world.folder, sharding.model, layout="gpt2"
-        )
+        load = partial(import_weights, world.folder, sharding.model, layout="gpt2")
         world.raises(CheckpointMismatch, "3 attention heads, and the model has 2", load)
 
 
@@ -160,9 +194,8 @@ def test_weights_that_are_not_the_same_on_all_ranks_are_refused(
     path = write(world.folder / str(world.rank), state, kind)
     monkeypatch.chdir(world.folder / str(world.rank))
     with program_of(world.comm, world.size, stage=3) as program:
-        load = partial(hpczero.checkpoint.import_weights, path.name, program.model)
         said = r"on rank\(s\) 1, could not compare .*: other weights"
-        world.raises(CheckpointMismatch, said, load)
+        world.raises(CheckpointMismatch, said, import_weights, path.name, program.model)
     monkeypatch.undo()
 
 
@@ -179,7 +212,7 @@ def test_logits_are_those_of_transformers(world: World) -> None:
     world.on_root(model.save_pretrained, world.folder / "hf")
     tokens = tiny_tokens(0)
     with zeroified(tiny_gpt().eval(), None, stage=3) as sharding, torch.no_grad():
-        hpczero.checkpoint.import_weights(world.folder / "hf", sharding.model, layout="gpt2")
+        import_weights(world.folder / "hf", sharding.model, layout="gpt2")
         found, expected = sharding.model(tokens), model(tokens).logits
     difference = float((found - expected).abs().max())
     world.check(difference < 1e-5 * float(expected.abs().max()), str(difference))
@@ -202,14 +235,6 @@ def test_training_starts_from_a_checkpoint_of_weights(world: World) -> None:
 # --- into a model on a tier: the bits of memory, in pieces; a refusal changes nothing
 
 
-@pytest.fixture
-def cramped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many pieces, and hardly a window stays open."""
-    monkeypatch.setattr(weight_files, "CHUNK_NUMEL", 700)
-    monkeypatch.setattr(held, "OPEN_NBYTES", WINDOW // 2)
-
-
-OFFLOADED = pytest.mark.usefixtures("cramped")
 PLACES: dict[str, dict[str, Any]] = {
     "disk": {"optimizer": "disk", "gradients": "disk", "parameters": "disk"},
     "a part": {"optimizer": "host", "parameters": "host", "fraction": 0.5},
@@ -217,7 +242,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@OFFLOADED
+@pytest.mark.usefixtures("cramped")
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", PLACES)
@@ -231,7 +256,7 @@ def test_weights_come_in_with_the_bits_of_memory_and_the_optimizer_stays(
     for offload in (None, Offload(folder=world.folder, window=WINDOW, buffers=4, **PLACES[place])):
         program = Program(world.topology, stage=3, precision=precision, offload=offload)
         program.train(2)
-        hpczero.checkpoint.import_weights(path, program.model)
+        import_weights(path, program.model)
         now = hpczero.full_state_dict(program.model)
         losses = program.train(2)  # with the moments of before
         found.append((now, losses, hpczero.full_state_dict(program.model)))
@@ -242,28 +267,7 @@ def test_weights_come_in_with_the_bits_of_memory_and_the_optimizer_stays(
     world.check_state(away[2], resident[2])
 
 
-@OFFLOADED
-def test_what_is_refused_leaves_the_model_as_it_was(world: World) -> None:
-    state = other_state()
-    untied = {**state, "back.weight": state["back.weight"] + 1}
-    large = {name: value.clone() for name, value in state.items()}
-    large["blocks.1.0.weight"][-1, -1] = 3.4e38  # rounds to infinity in bf16
-    program = Program(world.topology, precision="bf16", **on_disk(world.folder))
-    before = hpczero.full_state_dict(program.model)
-    for name, weights, message in (
-        ("a.pt", untied, "embed.weight and back.weight are tied in the model and"),
-        ("b.pt", large, r"blocks.1.0.weight.* holds 3.4e\+38, which torch.bfloat16 cannot"),
-        ("c.pt", {}, "they have no"),
-    ):
-        world.on_root(torch.save, weights, world.folder / name)
-        load = partial(hpczero.checkpoint.import_weights, world.folder / name, program.model)
-        world.raises(CheckpointMismatch, message, load)
-        world.check(same_state(hpczero.full_state_dict(program.model), before), name)
-    program.train(1)  # nobody doubts it
-    program.close()
-
-
-@OFFLOADED
+@pytest.mark.usefixtures("cramped")
 def test_a_tier_that_fails_meanwhile_is_one_error_and_another_import_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,11 +282,10 @@ def test_a_tier_that_fails_meanwhile_is_one_error_and_another_import_goes_on(
             with monkeypatch.context() as patch:
                 if world.rank == world.size - 1:
                     failing_on(patch, store.tier, "_write", count, TierError("EIO"))
-                load = partial(hpczero.checkpoint.import_weights, path, model)
-                world.raises(TierError, "EIO", load)
+                world.raises(TierError, "EIO", import_weights, path, model)
             with pytest.raises(StepError, match="load a checkpoint"):
                 mlp_backward(model, world.rank)
-        hpczero.checkpoint.import_weights(path, model)
+        import_weights(path, model)
         world.check_state(hpczero.full_state_dict(model), origin)
         mlp_backward(model, world.rank)
         next(iter(state.optimizers)).step()

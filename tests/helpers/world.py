@@ -19,6 +19,7 @@ from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import Loss
 
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
+    import pytest
     from mpi4py import MPI
 
     from hpczero import Topology
@@ -68,11 +69,11 @@ class World:
 
     @contextmanager
     def mlp(
-        self, make: Callable[[nn.Module], Any], **options: Any
+        self, make: Callable[[small_models.MLP], Any] | None, **options: Any
     ) -> Iterator[tuple[small_models.MLP, Any]]:
-        """An ``MLP`` with the optimizer that ``make`` makes, sharded inside."""
+        """An ``MLP`` with the optimizer that ``make`` makes, if it is given, sharded inside."""
         model = small_models.MLP()
-        optimizer = make(model)
+        optimizer = None if make is None else make(model)
         with self.zeroified(model, optimizer, **options):
             yield model, optimizer
 
@@ -91,6 +92,12 @@ class World:
         self.raises(kind, pattern, lambda: hpczero.zeroify(model, optimizer, **options))
         same = _identity(model, optimizer) == before
         self.check(same, "the model or the optimizer was changed")
+
+    def check_told(self, caplog: pytest.LogCaptureFixture, words: str, times: int = 1) -> None:
+        """Rank 0, and no other one, has logged a line with these words, so often."""
+        __tracebackhide__ = True
+        told = sum(words in record.getMessage() for record in caplog.records)
+        self.check(told == (times if self.rank == 0 else 0), caplog.text)
 
     def backward(self, model: nn.Module, plain: nn.Module, loss: Loss) -> None:
         """Of the mean over all ranks: in shards of this rank's ``loss``, in plain torch of everybody's."""
