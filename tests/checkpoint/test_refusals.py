@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -15,8 +14,7 @@ import torch
 from torch import nn
 
 import hpczero
-from hpczero.checkpoint.disk.folder import read_manifest
-from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
+from hpczero.checkpoint.disk.format import STATE_FILE
 from hpczero.checkpoint.foreign.exporting import export
 from hpczero.errors import (
     EXIT_MISCONFIGURED,
@@ -26,7 +24,7 @@ from hpczero.errors import (
     CheckpointNotWritten,
     ConfigError,
 )
-from tests.checkpoint.damage import fingerprint, values_of
+from tests.checkpoint.damage import fingerprint, later_version, values_of
 from tests.checkpoint.programs import Program
 from tests.helpers.small_models import MLP, adamw, sgd
 from tests.helpers.world import World
@@ -138,18 +136,12 @@ def test_what_was_trained_may_be_frozen_now(world: World) -> None:
     world.check_state(found, expected)
 
 
-def later(path: Path) -> None:
-    manifest = read_manifest(path)
-    text = type(manifest)(**{**manifest.__dict__, "version": 2}).to_json()
-    (path / MANIFEST_FILE).write_text(text)
-
-
 def test_later_version_asks_for_an_upgrade_and_nothing_older_is_taken(
     world: World, program: Program
 ) -> None:
     program.save(world.folder)
     program.train(1)
-    world.on_root(later, program.save(world.folder))
+    world.on_root(later_version, program.save(world.folder))
     before = fingerprint(program)
     world.raises(CheckpointMismatch, "upgrade hpczero", program.load, world.folder)
     world.check(fingerprint(program) == before)

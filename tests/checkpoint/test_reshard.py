@@ -73,12 +73,6 @@ def test_any_number_of_ranks_goes_on_from_any_other(world: World, n: int, m: int
     save_and_load(world.comm, world.folder, (n, {"stage": stages[0]}), (m, {"stage": stages[1]}))
 
 
-@pytest.mark.ranks(5)
-@pytest.mark.parametrize(("n", "m"), [(5, 1), (5, 2), (5, 3), (5, 4), (1, 5), (2, 5), (5, 5)])
-def test_five_ranks_too(world: World, n: int, m: int) -> None:
-    save_and_load(world.comm, world.folder, (n, {"stage": 3}), (m, {"stage": (n + m) % 4}))
-
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
