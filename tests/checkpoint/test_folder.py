@@ -25,12 +25,14 @@ def test_newest_comes_first_and_junk_does_not_count(tmp_path: Path) -> None:
     assert steps(folder.path) == []
     for step in (20, 3, 100):
         commit(folder, step)
-    for name in ("step-xyz", "step-7", ".tmp-step-000000200-0badcafe", "notes"):
+    junk = {"step-xyz", "step-7", "step-0000000007", "step-000000007.bak", "notes"}
+    for name in (*junk, ".tmp-step-000000200-0badcafe"):
         (folder.path / name).mkdir()
     (folder.path / "step-000000300").write_text("a file")
     (folder.path / "step-000000400").mkdir()  # no manifest
     (folder.path / "LATEST").write_text("step-000000400\n")
     assert steps(folder.path) == [100, 20, 3]
+    assert not junk & {path.name for path in folder.candidates()}
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "device"])

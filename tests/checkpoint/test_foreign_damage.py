@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 import hpczero
@@ -22,7 +22,6 @@ from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign import weight_files
 from hpczero.checkpoint.foreign.converting import convert
 from hpczero.checkpoint.foreign.exporting import WeightsForm, export
-from hpczero.checkpoint.foreign.safe_file import DIGESTS_KEY
 from hpczero.checkpoint.foreign.weight_files import TorchFile, WeightFiles
 from hpczero.data import ByteTokenizer
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -101,21 +100,6 @@ def test_no_flip_of_the_final_weights_is_silent(tmp_path: Path) -> None:
     no_flip_is_silent(path, read, 1.0)
 
 
-def test_our_safetensors_are_read_by_others_and_have_digests(tmp_path: Path) -> None:
-    export(checkpoint(tmp_path / "run", state()), tmp_path / "out", WeightsForm(shard_mib=1))
-    files = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert len(files) > 1
-    found = {name: value for file in files for name, value in load_file(file).items()}
-    assert torch.equal(found["large.weight"], state()["large.weight"])
-    assert all(len(json.loads(metadata(file)[DIGESTS_KEY])["tensors"]) for file in files)
-
-
-def metadata(file: Path) -> dict[str, str]:
-    data = file.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return dict(header["__metadata__"])
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_files_without_digests_are_told_once(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
@@ -160,10 +144,8 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, kind: str
         "[" * 100_000,
         '{"weight_map": {"a": "w.pt", "a": "x.pt"}}',
         '{"weight_map": {"a": 7}}',
-        '{"weight_map": "a"}',
         '{"weight_map": {"a": "' + "n" * 300 + '"}}',
         "9" * 5001,
-        "\x00",
     ],
 )
 def test_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
@@ -294,11 +276,6 @@ def test_a_value_beyond_the_dtype_is_found_anywhere_in_a_large_tensor(
     values.view(-1)[0 if place == "first" else -1] = 70000.0
     with pytest.raises(CheckpointMismatch, match=r"w holds 70000, which torch\.float16 cannot"):
         weight_files.cast(seen, torch.float16, "w")
-
-
-def test_an_infinite_value_stays_infinite() -> None:
-    values = torch.tensor([float("inf"), 1.0])
-    assert torch.equal(weight_files.cast(values, torch.float16, "w"), values.half())
 
 
 def test_a_whole_number_that_would_change_is_found() -> None:
