@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -25,11 +24,7 @@ from tests.checkpoint.damage import (
     repaired_after,
 )
 from tests.checkpoint.programs import Program, program_of
-from tests.helpers.parallel import on_root
 from tests.helpers.world import World
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 FLIPS = 300
 
@@ -104,13 +99,13 @@ def test_a_flip_in_any_dataset_is_refused_and_named_and_the_model_stays(
 
 
 @contextmanager
-def damaged(comm: MPI.Intracomm, path: Path, name: str) -> Iterator[None]:
+def damaged(world: World, path: Path, name: str) -> Iterator[None]:
     """The checkpoint ``path`` has come to harm ``name`` inside, on all ranks."""
-    with repaired_after(path) if comm.rank == 0 else nullcontext():
-        on_root(comm, DAMAGES[name], path)
+    with repaired_after(path) if world.rank == 0 else nullcontext():
+        world.on_root(DAMAGES[name], path)
         yield
-        comm.Barrier()
-    comm.Barrier()
+        world.comm.Barrier()
+    world.comm.Barrier()
 
 
 @pytest.mark.mpi
@@ -126,7 +121,7 @@ def test_an_older_one_is_gone_on_from_with_a_warning(
     program.train(1)
     for name in DAMAGES:
         caplog.clear()
-        with damaged(world.comm, newer, name), caplog.at_level(logging.WARNING):
+        with damaged(world, newer, name), caplog.at_level(logging.WARNING):
             loaded = program.load(world.folder)
         world.check((loaded.path, loaded.step) == (older, 1), name)
         world.check(fingerprint(program) == expected, name)
@@ -145,17 +140,15 @@ def test_where_none_is_sound_the_job_ends_with_its_exit_code(
     path = program.save(world.folder)
     before = fingerprint(program)
     for name in DAMAGES:
-        with damaged(world.comm, path, name):
+        with damaged(world, path, name):
             none = "no older one is there"
             message = world.raises(CorruptCheckpoint, none, program.load, world.folder)
         world.check(str(path) in message, message)
     world.check(fingerprint(program) == before)
     world.check(CorruptCheckpoint.exit_code == EXIT_CORRUPT_CHECKPOINT)
     program.step = 1
-    with (
-        damaged(world.comm, path, "half"),
-        damaged(world.comm, program.save(world.folder), "half a manifest"),
-    ):
+    newer = program.save(world.folder)
+    with damaged(world, path, "half"), damaged(world, newer, "half a manifest"):
         neither = "1 older .* not sound either"
         said = world.raises(CorruptCheckpoint, neither, program.load, world.folder)
     world.check("step-000000001: manifest.json is not whole" in said, said)

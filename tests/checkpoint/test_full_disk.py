@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import h5py
 import pytest
@@ -24,9 +23,6 @@ from hpczero.errors import CheckpointNotWritten
 from tests.checkpoint.programs import Program
 from tests.helpers.world import World
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
 DISK_NBYTES = 3 * 2**20
@@ -36,18 +32,16 @@ WRITERS = [pytest.param("mpio", marks=SERIAL), "posix"]
 
 
 @pytest.fixture
-def small_disk(comm: MPI.Intracomm, folder: Path) -> Iterator[Path]:
+def small_disk(world: World) -> Iterator[Path]:
     """A file system of ``DISK_NBYTES``, the same on all ranks."""
     mounted = False
-    if comm.rank == 0:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "tmpfs", str(folder)]
+    if world.rank == 0:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "tmpfs", str(world.folder)]
         mounted = not subprocess.run(command, capture_output=True, check=False).returncode
-    if not comm.bcast(mounted):
+    if not world.comm.bcast(mounted):
         pytest.skip("cannot mount a file system: needs root")
-    yield folder
-    comm.Barrier()
-    if comm.rank == 0:
-        subprocess.run(["umount", "--lazy", folder], check=True)
+    yield world.folder
+    world.on_root(subprocess.run, ["umount", "--lazy", world.folder], check=True)
 
 
 def fill(disk: Path, free_nbytes: int) -> None:

@@ -41,12 +41,9 @@ def test_backward_of_a_graph_from_before_is_torchs_error_on_all_ranks(
 
     model: Any = made()
     optimizer = adamw(model)
-    parameters: Any = "disk" if stage == 3 else "device"
-    offload = (
-        Offload("disk", "disk", parameters, world.folder, 2**14, 4) if away and stage else None
-    )
-    options: dict[str, Any] = {} if offload is None else {"offload": offload}
-    with world.zeroified(model, optimizer, stage=stage, **options):
+    where: Any = "disk" if stage == 3 else "device"
+    offload = Offload("disk", "disk", where, world.folder, 2**14, 4) if away and stage else None
+    with world.zeroified(model, optimizer, stage=stage, offload=offload):
         weights = world.folder / "weights.pt"
         if way == "load":
             hpczero.checkpoint.save(world.folder / "saved", model, optimizer, step=1)

@@ -66,10 +66,6 @@ def with_blocks(wrap: Any) -> Any:
     return model
 
 
-def plain() -> Any:
-    return Net()
-
-
 def wrapped() -> Any:
     return with_blocks(checkpoint_wrapper)
 
@@ -96,7 +92,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> float
 
 @pytest.mark.parametrize(
     "kinds",
-    [(wrapped, plain), (compiled_blocks, plain), (compiled, plain), (plain, compiled_blocks)],
+    [(wrapped, Net), (compiled_blocks, Net), (compiled, Net), (Net, compiled_blocks)],
 )
 @pytest.mark.parametrize("parameters", ["all", "trained"])
 def test_wrappers_may_come_and_go_between_runs(world: World, kinds: Any, parameters: str) -> None:
@@ -116,7 +112,7 @@ def test_wrappers_may_come_and_go_between_runs(world: World, kinds: Any, paramet
     world.check(loss == pytest.approx(expected, rel=1e-6), f"{loss} {expected}")
 
 
-@pytest.mark.parametrize("make", [plain, compiled_blocks])
+@pytest.mark.parametrize("make", [Net, compiled_blocks])
 def test_file_with_names_of_wrapped_modules_loads(world: World, make: Any) -> None:
     """As versions before have written it."""
 
@@ -131,7 +127,7 @@ def test_file_with_names_of_wrapped_modules_loads(world: World, make: Any) -> No
         for key, values in present.items():  # by name, as where they are not equal
             present[key] = dict.fromkeys(names, values["*"])
 
-    with world.zeroified(model := plain(), optimizer := adamw(model), stage=3):
+    with world.zeroified(model := Net(), optimizer := adamw(model), stage=3):
         step(model, optimizer, world.rank)
         path = hpczero.checkpoint.save(world.folder, model, step=1)
         expected = step(model, optimizer, world.rank)
@@ -145,7 +141,7 @@ def test_file_with_names_of_wrapped_modules_loads(world: World, make: Any) -> No
     world.check(loss == pytest.approx(expected, rel=1e-6), f"{loss} {expected}")
 
 
-@pytest.mark.parametrize("after", [plain, compiled])
+@pytest.mark.parametrize("after", [Net, compiled])
 def test_weights_of_a_compiled_model_are_imported(world: World, after: Any) -> None:
     expected = {name: value for name, value in Net().state_dict().items() if "extra" not in name}
     foreign = {f"_orig_mod.{name}": value for name, value in expected.items()}
