@@ -61,11 +61,11 @@ def topology(comm: MPI.Intracomm) -> Iterator[Topology]:
 
 
 @pytest.fixture
-def world(comm: MPI.Intracomm, topology: Topology) -> World:
-    """All ranks of the run and a topology over them."""
+def world(comm: MPI.Intracomm, topology: Topology, folder: Path) -> World:
+    """All ranks of the run, a topology over them and a folder of theirs."""
     from tests.helpers.world import World
 
-    return World(comm, topology)
+    return World(comm, topology, folder)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Must not know: what any test looks for.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -47,6 +48,12 @@ def resigned(path: Path, change: Change) -> None:
     head = json.dumps(body)[:-1]
     digest = hashlib.sha256(head.encode()).hexdigest()
     (path / MANIFEST_FILE).write_text(f'{head}, "sha256": "{digest}"}}')
+
+
+def later_version(path: Path) -> None:
+    """The manifest of the checkpoint ``path`` as a later release would write it."""
+    text = dataclasses.replace(read_manifest(path), version=2).to_json()
+    (path / MANIFEST_FILE).write_text(text)
 
 
 def datasets(path: Path) -> list[Dataset]:

@@ -22,6 +22,11 @@ def commit(folder: Folder, step: int, line: str = "old", *others: Path) -> Path:
     return folder.commit(temporary, manifest, others=others)
 
 
+def steps(path: Path) -> list[int]:
+    """Those that count, newest first."""
+    return [manifest.step for _, manifest in Folder(path).valid()]
+
+
 def there(path: Path) -> dict[int, str]:
     """Steps that count, newest first, and their lines."""
     return {m.step: str(m.meta["line"]) for _, m in Folder(path).valid()}

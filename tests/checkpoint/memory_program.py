@@ -8,6 +8,7 @@ count: they are mapped, and the kernel takes them back when it likes.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
 import threading
@@ -25,6 +26,7 @@ from hpczero import Offload
 from hpczero.data.tokenize import ByteTokenizer
 from hpczero.models import PRESETS
 from hpczero.run import loop
+from scaling.evidence.host import kernel_nbytes
 
 WIDTH = 1024  # 4 MiB of fp32 in each layer
 MIB = 2**20
@@ -44,36 +46,39 @@ class Deep(nn.Module):
 
 
 def resident(field: str) -> int:
-    """``VmRSS``, ``RssAnon`` or ``VmHWM`` of this process."""
-    with open("/proc/self/status") as status:
-        (line,) = [line for line in status if line.startswith(f"{field}:")]
-    return 1024 * int(line.split()[1])
+    """``VmRSS``, ``RssAnon`` or ``VmHWM`` of this process, in bytes."""
+    return kernel_nbytes("/proc/self/status", f"{field}:")
 
 
 def peak_of(call: Callable[[], object]) -> int:
     """Most bytes that were resident while ``call`` ran."""
-    with open("/proc/self/clear_refs", "w") as reset:
-        reset.write("5")
+    Path("/proc/self/clear_refs").write_text("5")
     call()
     return resident("VmHWM")
 
 
-def own_peak_of(call: Callable[[], object]) -> int:
-    """Most bytes that were resident while ``call`` ran and are of no file; looked at every few milliseconds."""
-    ended, most = threading.Event(), [resident("RssAnon")]
+class OwnPeak:
+    """The most bytes inside the block that no file backs, and those ``before``; looked at every few milliseconds."""
 
-    def look() -> None:
-        while not ended.wait(2e-3):
-            most.append(max(most.pop(), resident("RssAnon")))
+    def __enter__(self) -> OwnPeak:
+        gc.collect()
+        self.before = self.most = resident("RssAnon")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
 
-    looking = threading.Thread(target=look)
-    looking.start()
-    try:
-        call()
-    finally:
-        ended.set()
-        looking.join()
-    return max(most[0], resident("RssAnon"))
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(2e-3):
+            self._look()
+
+    def _look(self) -> None:
+        self.most = max(self.most, resident("RssAnon"))
 
 
 def main(folder: Path, layers: int) -> None:
@@ -122,7 +127,9 @@ def peaks_of(topology: hpczero.Topology, folder: Path, layers: int) -> dict[str,
     }
     found = {name: peak_of(call) - before for name, call in calls.items()}
     weights = folder / "model.safetensors"
-    found["import"] = own_peak_of(lambda: hpczero.checkpoint.import_weights(weights, model)) - own
+    with OwnPeak() as peak:
+        hpczero.checkpoint.import_weights(weights, model)
+    found["import"] = peak.most - own
     hpczero.release(model)
     return found
 

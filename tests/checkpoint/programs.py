@@ -5,6 +5,8 @@ Must not know: what any test looks for.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -181,6 +183,13 @@ def first_ranks(
             topology.free()
         part.Free()
         comm.Barrier()
+
+
+def command(*arguments: object) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """Run ``hpczero.checkpoint`` in a process of its own; also says what that has imported."""
+    words = [sys.executable, "-X", "importtime", "-m", "hpczero.checkpoint", *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    return done, {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
 
 
 def state_digests(path: Path) -> dict[str, tuple[str, ...]]:

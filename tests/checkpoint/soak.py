@@ -14,10 +14,8 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,10 +26,7 @@ import tyro
 
 from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import Folder
-from tests.helpers.forkserver import BASE
-from tests.helpers.forkserver import server as forkserver
-from tests.helpers.mpirun import ROOT
-from tests.helpers.processes import end_family, launch_environment
+from tests.helpers import killed
 
 RANKS = 2
 EVERY = 2  # steps between saves
@@ -132,42 +127,15 @@ def note(folder: Path, what: dict[str, object]) -> None:
 
 def run_job(folder: Path, job: Job, *, kill_after_s: float = 0.0) -> int:
     """Its exit code. With ``kill_after_s`` rank 0 is killed so long after training has begun."""
-    launch = os.fspath(ROOT / "install" / "launch.sh")
-    program = ("-m", "tests.checkpoint.soak", "rank", str(folder), json.dumps(asdict(job)))
-    command = [launch, str(RANKS), sys.executable, *program]
+    words = ["-m", "tests.checkpoint.soak", "rank", str(folder), json.dumps(asdict(job))]
     begun = len(notes(folder))
-    environment = launch_environment(**BASE)
-    with (folder / "stderr").open("w") as errors:
-        process = subprocess.Popen(
-            forkserver.forked(tuple(command), environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env=environment,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-
-    def kill() -> None:
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
-            pids = [int(str(n["pid"])) for n in notes(folder)[begun:] if "pid" in n]
-            if pids:
-                time.sleep(kill_after_s)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pids[0], signal.SIGKILL)
-                return
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=kill)
-    if kill_after_s:
-        thread.start()
-    try:
-        return process.wait(90)
-    finally:
-        end_family(process.pid)
+    with killed.Job.launch(folder / "log", words, ranks=RANKS) as launched:
         if kill_after_s:
-            thread.join()
+            launched.wait_for_step(folder / "notes.jsonl", begun + 1)
+            time.sleep(kill_after_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(str(notes(folder)[begun]["pid"])), signal.SIGKILL)
+        return launched.wait()
 
 
 def notes(folder: Path) -> list[dict[str, object]]:
@@ -205,7 +173,7 @@ def reference_losses(folder: Path, steps: int) -> list[str]:
     """Of a run nobody kills, and which saves nothing."""
     folder.mkdir()
     code = run_job(folder, Job(steps, every=0))
-    assert code == 0, (folder / "stderr").read_text()
+    assert code == 0, (folder / "log").read_text()
     return [str(n["loss"]) for n in notes(folder) if "loss" in n]
 
 
@@ -241,7 +209,7 @@ def soak(options: Options, *, steps_per_kill: int = 30) -> str:
             if sys.stderr.isatty() or number % 20 == 0:
                 sys.stderr.write(f"soak: {number + 1} killed, newest {check(folder)}\n")
         code = run_job(folder, Job(check(folder) + 4, background=options.background))
-        assert code == 0, (folder / "stderr").read_text()
+        assert code == 0, (folder / "log").read_text()
         check_losses(folder, reference)
         newest = check(folder)
         left = sorted(p.name for p in (folder / "ckpt").iterdir() if p.name.startswith(".tmp"))

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from hpczero.checkpoint import checkpoints as module
-from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.writing import PosixWriter
 from hpczero.errors import CheckpointNotWritten
@@ -20,80 +15,66 @@ from hpczero.options.config import CheckpointOptions, RunConfig, RunOptions, Tra
 from hpczero.run.checkpoints import RunCheckpoints
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.stopping import Wish
+from tests.checkpoint.folders import steps
 from tests.checkpoint.programs import Program, held_save, state_digests
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 
-def steps(folder: Path) -> list[int]:
-    return [manifest.step for _, manifest in Folder(folder).valid()]
-
-
-def test_training_goes_on_and_the_checkpoint_is_of_its_step(
-    comm: MPI.Intracomm, program: Program, folder: Path
-) -> None:
+def test_training_goes_on_and_the_checkpoint_is_of_its_step(world: World, program: Program) -> None:
     go_on, at = held_save()
     program.train(2)
-    at_once = program.save(folder / "at once")
-    with program.checkpoints(folder / "later", background=True, at=at) as checkpoints:
+    at_once = program.save(world.folder / "at once")
+    with program.checkpoints(world.folder / "later", background=True, at=at) as checkpoints:
         checkpoints.save(program.step, program.extra())
-        parallel_assert(comm, checkpoints.busy)
+        world.check(checkpoints.busy)
         program.train(2)  # while rank 0 is held in the middle of the save
-        parallel_assert(comm, checkpoints.check() is None)
+        world.check(checkpoints.check() is None)
         go_on.set()
         path = checkpoints.wait()
-        parallel_assert(comm, path is not None and path.name == "step-000000002", str(path))
-        parallel_assert(comm, checkpoints.check() is None, "it is told of once")
+        world.check(path is not None and path.name == "step-000000002", path)
+        world.check(checkpoints.check() is None, "it is told of once")
     assert path is not None
-    parallel_assert(comm, state_digests(at_once) == state_digests(path))
+    world.check(state_digests(at_once) == state_digests(path))
 
 
-def test_next_save_waits_for_the_one_in_flight(
-    comm: MPI.Intracomm, program: Program, folder: Path
-) -> None:
-    with program.checkpoints(folder, background=True, keep=2) as checkpoints:
+def test_next_save_waits_for_the_one_in_flight(world: World, program: Program) -> None:
+    with program.checkpoints(world.folder, background=True, keep=2) as checkpoints:
         for _ in range(4):
             program.train(1)
             checkpoints.save(program.step, program.extra())
-    parallel_assert(comm, steps(folder) == [4, 3], str(steps(folder)))
+    world.check(steps(world.folder) == [4, 3], steps(world.folder))
 
 
 def test_failed_write_comes_up_at_the_next_step_on_every_rank(
-    comm: MPI.Intracomm, program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writes = Writes(monkeypatch, fail=comm.rank == comm.size - 1)
-    with program.checkpoints(folder, background=True) as checkpoints:
+    writes = Writes(monkeypatch, fail=world.rank == world.size - 1)
+    with program.checkpoints(world.folder, background=True) as checkpoints:
         writes.next_fails = True
         program.train(1)
         checkpoints.save(program.step, program.extra())
         program.train(1)
-        raises_on_all(comm, CheckpointNotWritten, "the disk has gone", checkpoints.wait)
+        world.raises(CheckpointNotWritten, "the disk has gone", checkpoints.wait)
         program.train(1)
         checkpoints.save(program.step, program.extra())
         path = checkpoints.wait()
-        parallel_assert(comm, path is not None and path.name == "step-000000003")
-    parallel_assert(comm, steps(folder) == [3], str(steps(folder)))
-    parallel_assert(comm, not list(folder.glob(".tmp*")))
+        world.check(path is not None and path.name == "step-000000003")
+    world.check(steps(world.folder) == [3], steps(world.folder))
+    world.check(not list(world.folder.glob(".tmp*")))
 
 
 def test_without_thread_support_it_is_written_at_once(
-    comm: MPI.Intracomm, program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "can_run_in_background", lambda: False)
-    with program.checkpoints(folder, background=True) as checkpoints:
+    with program.checkpoints(world.folder, background=True) as checkpoints:
         path = checkpoints.save(0, program.extra())
-        parallel_assert(comm, not checkpoints.busy and path.name == "step-000000000")
+        world.check(not checkpoints.busy and path.name == "step-000000000")
 
 
 # --- of a run: what becomes of one save is not the next one's business
-
-
-STEPS = 6
 
 
 class Writes:
@@ -115,91 +96,51 @@ class Writes:
         monkeypatch.setattr(PosixWriter, "close", close_or_fail)
 
 
-@contextmanager
-def run_of(program: Program, folder: Path, every: int) -> Iterator[RunCheckpoints]:
+STEPS = 6
+
+
+@pytest.mark.parametrize(
+    ("step", "wish", "fails", "there"),
+    [
+        pytest.param(2, Wish.STOP, True, [3], id="a stop saves its own step"),
+        pytest.param(2, Wish.STOP, False, [3, 2], id="one that ends while the next one begins"),
+        pytest.param(STEPS - 1, Wish.NOTHING, True, [], id="in flight after the last step"),
+    ],
+)
+def test_save_in_flight_is_told_of_under_its_own_step_and_does_not_end_the_run(
+    world: World,
+    program: Program,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    step: int,
+    wish: Wish,
+    fails: bool,
+    there: list[int],
+) -> None:
+    """A save of ``step`` is held while the next step is done, which ends with ``wish``."""
+    caplog.set_level(logging.INFO, "hpczero")
+    writes = Writes(monkeypatch, fail=world.rank == 0)
     config = RunConfig(
-        run=RunOptions(name="r", folder=str(folder)),
+        run=RunOptions(name="r", folder=str(world.folder)),
         train=TrainOptions(steps=STEPS),
-        checkpoint=CheckpointOptions(every=every, background=True),
+        checkpoint=CheckpointOptions(every=0, background=True),
     )
     place = RunFolder.of(config.run)
     lock = Lock(place.checkpoints)
-    if program.topology.is_root:
-        lock.acquire()
+    world.on_root(lock.acquire)
     with RunCheckpoints(config, place, program.model, lock=lock) as checkpoints:
-        yield checkpoints
+        program.train(step)
+        writes.next_fails = fails
+        writes.may_end.clear()
+        checkpoints.after_step(step, {}, Wish.SAVE)
+        program.train(1)
+        threading.Timer(0.2, writes.may_end.set).start()
+        checkpoints.after_step(step + 1, {}, wish)
     lock.release()
-
-
-def held_then_asked(
-    program: Program, folder: Path, writes: Writes, *, broken: bool
-) -> RunCheckpoints:
-    """A save of step 2 is still in flight when the run is asked to stop after step 3."""
-    with run_of(program, folder, every=2) as checkpoints:
-        program.train(2)
-        writes.next_fails = broken
-        writes.may_end.clear()
-        checkpoints.after_step(2, {}, Wish.NOTHING)
-        program.train(1)
-        threading.Timer(0.2, writes.may_end.set).start()
-        checkpoints.after_step(3, {}, Wish.STOP)
-        return checkpoints
-
-
-@pytest.fixture
-def writes(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Writes:
-    return Writes(monkeypatch, fail=comm.rank == 0)
-
-
-def test_run_that_stops_saves_its_step_although_the_save_before_fails(
-    comm: MPI.Intracomm,
-    program: Program,
-    folder: Path,
-    writes: Writes,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.WARNING, "hpczero")
-    held_then_asked(program, folder, writes, broken=True)
-    found = steps(folder / "r" / "checkpoints")
-    parallel_assert(comm, found == [3], str(found))
-    told = "step 2: no checkpoint: " in caplog.text and "the disk has gone" in caplog.text
-    parallel_assert(comm, told is (comm.rank == 0), caplog.text)
-    parallel_assert(comm, "step 3: no checkpoint" not in caplog.text, caplog.text)
-
-
-def test_save_that_ends_while_the_next_one_begins_is_told_and_measured(
-    comm: MPI.Intracomm,
-    program: Program,
-    folder: Path,
-    writes: Writes,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "hpczero")
-    checkpoints = held_then_asked(program, folder, writes, broken=False)
-    found = steps(folder / "r" / "checkpoints")
-    parallel_assert(comm, found == [3, 2], str(found))
-    for name in ("step-000000002", "step-000000003"):
-        told = f"{name}\n" in caplog.text
-        parallel_assert(comm, told is (comm.rank == 0), caplog.text)
-    parallel_assert(comm, checkpoints.save_s >= 0.2, f"{checkpoints.save_s} s")
-
-
-def test_save_in_flight_after_the_last_step_that_fails_does_not_end_the_run(
-    comm: MPI.Intracomm,
-    program: Program,
-    folder: Path,
-    writes: Writes,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.WARNING, "hpczero")
-    with run_of(program, folder, every=0) as checkpoints:
-        program.train(STEPS - 1)
-        writes.next_fails = True
-        writes.may_end.clear()
-        checkpoints.after_step(STEPS - 1, {}, Wish.SAVE)
-        program.train(1)
-        threading.Timer(0.2, writes.may_end.set).start()
-        checkpoints.after_step(STEPS, {}, Wish.NOTHING)
-        # Leaving the block finishes what is in flight, whatever is required.
-    told = f"step {STEPS - 1}: no checkpoint: " in caplog.text
-    parallel_assert(comm, told is (comm.rank == 0), caplog.text)
+    world.check(steps(place.checkpoints) == there, steps(place.checkpoints))
+    said = [f"step-{number:09d}\n" for number in there]
+    said += [f"step {step}: no checkpoint: ", "the disk has gone"] if fails else []
+    on_root = world.rank == 0
+    world.check(all((words in caplog.text) is on_root for words in said), caplog.text)
+    world.check(caplog.text.count("no checkpoint: ") == (fails and on_root), caplog.text)
+    world.check(fails or checkpoints.save_s >= 0.2, f"{checkpoints.save_s} s")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,8 @@ from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointError, ConfigError, StepError
 from tests.checkpoint.damage import values_of
 from tests.checkpoint.programs import held_save
-from tests.helpers.parallel import on_root, parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.small_models import MLP, adamw, mlp_backward
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
@@ -30,33 +26,28 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 @pytest.mark.parametrize("transport", ["auto", "flat"])
 @pytest.mark.parametrize("modifier_rank", [None, 0])
 def test_load_inside_gathered_is_refused(
-    comm: MPI.Intracomm,
-    topology: hpczero.Topology,
-    folder: Path,
-    stage: Any,
-    transport: str,
-    modifier_rank: int | None,
+    world: World, stage: Any, transport: str, modifier_rank: int | None
 ) -> None:
     """The values at the end of the block would take the place of the loaded ones."""
     model = MLP()
-    with zeroified(model, adamw(model), stage=stage, transport=transport, topology=topology) as s:
-        checkpoints = Checkpoints(folder, model)
+    with world.zeroified(model, adamw(model), stage=stage, transport=transport) as s:
+        checkpoints = Checkpoints(world.folder, model)
         checkpoints.save(1)
-        mlp_backward(model, comm.rank)
+        mlp_backward(model, world.rank)
         s.optimizer.step()  # type: ignore[union-attr]
         before = values_of(s)
         with hpczero.gathered(model, modifier_rank=modifier_rank):
-            for load in (checkpoints.load, lambda: hpczero.checkpoint.load(folder, model)):
-                raises_on_all(comm, StepError, "inside `with hpczero.gathered", load)
+            for load in (checkpoints.load, lambda: hpczero.checkpoint.load(world.folder, model)):
+                world.raises(StepError, "inside `with hpczero.gathered", load)
         after = values_of(s)
-        parallel_assert(comm, all(map(torch.equal, before, after)))
-        parallel_assert(comm, hpczero.checkpoint.load(folder, model).step == 1)
+        world.check(all(map(torch.equal, before, after)))
+        world.check(hpczero.checkpoint.load(world.folder, model).step == 1)
         checkpoints.close()
 
 
-def test_load_waits_for_the_save_in_flight(comm: MPI.Intracomm, model: MLP, folder: Path) -> None:
+def test_load_waits_for_the_save_in_flight(world: World, model: MLP) -> None:
     go_on, at = held_save()
-    with Checkpoints(folder, model, background=True, at=at) as checkpoints:
+    with Checkpoints(world.folder, model, background=True, at=at) as checkpoints:
         go_on.set()
         checkpoints.save(2)
         checkpoints.wait()
@@ -64,46 +55,44 @@ def test_load_waits_for_the_save_in_flight(comm: MPI.Intracomm, model: MLP, fold
         checkpoints.save(3)
         threading.Timer(0.3, go_on.set).start()
         found = checkpoints.load()
-        parallel_assert(comm, found is not None and found.step == 3, str(found))
-        parallel_assert(comm, not checkpoints.busy)
+        world.check(found is not None and found.step == 3, str(found))
+        world.check(not checkpoints.busy)
 
 
 @pytest.mark.parametrize(
     "step", [-1, 1.5, "7", None, True, 2**63, pytest.param(10**5000, id="many digits")]
 )
 def test_steps_that_a_checkpoint_cannot_have_are_refused(
-    comm: MPI.Intracomm, model: MLP, folder: Path, step: Any
+    world: World, model: MLP, step: Any
 ) -> None:
     got = "a number of very many digits" if step == 10**5000 else repr(step)
     said = f"got step {got}, expected a whole number, 0 to 9223372036854775807"
-    raises_on_all(comm, ConfigError, said, hpczero.checkpoint.save, folder, model, step=step)
-    parallel_assert(comm, not list(folder.iterdir()))
+    world.raises(ConfigError, said, hpczero.checkpoint.save, world.folder, model, step=step)
+    world.check(not list(world.folder.iterdir()))
 
 
 def test_steps_that_differ_between_ranks_are_refused_and_the_largest_is_kept(
-    comm: MPI.Intracomm, model: MLP, folder: Path
+    world: World, model: MLP
 ) -> None:
-    save = partial(hpczero.checkpoint.save, folder, model)
+    save = partial(hpczero.checkpoint.save, world.folder, model)
     said = r"ranks \[1\] are at another step"
-    raises_on_all(comm, ConfigError, said, save, step=3 + comm.rank)
+    world.raises(ConfigError, said, save, step=3 + world.rank)
     save(step=2**63 - 1)
-    parallel_assert(comm, hpczero.checkpoint.load(folder, model).step == 2**63 - 1)
+    world.check(hpczero.checkpoint.load(world.folder, model).step == 2**63 - 1)
 
 
 @pytest.mark.parametrize("keep", ["2", 1.5, True, 0])
-def test_counts_that_cannot_be_are_refused(
-    comm: MPI.Intracomm, model: MLP, folder: Path, keep: Any
-) -> None:
+def test_counts_that_cannot_be_are_refused(world: World, model: MLP, keep: Any) -> None:
     with pytest.raises(ConfigError, match=r"keep: got .*, expected a whole number, at least"):
-        Checkpoints(folder, model, keep=keep)
+        Checkpoints(world.folder, model, keep=keep)
 
 
-def test_directory_that_cannot_be_is_named(comm: MPI.Intracomm, model: MLP, folder: Path) -> None:
-    path = f"{folder}/a\0b"
+def test_directory_that_cannot_be_is_named(world: World, model: MLP) -> None:
+    path = f"{world.folder}/a\0b"
     for call in (
         partial(hpczero.checkpoint.save, path, model, step=1),
         partial(hpczero.checkpoint.load, path, model),
-        partial(Checkpoints(folder, model).load, path),
+        partial(Checkpoints(world.folder, model).load, path),
     ):
         with pytest.raises(ConfigError, match=r"directory: got .*a null character"):
             call()
@@ -119,14 +108,12 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize(("parameter", "buffer"), [("a\ud800", "b"), ("a", "b\udfff")])
-def test_name_of_half_a_character_is_refused(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, parameter: str, buffer: str
-) -> None:
-    with zeroified(Named(parameter, buffer), None, topology=topology) as sharding:
+def test_name_of_half_a_character_is_refused(world: World, parameter: str, buffer: str) -> None:
+    with world.zeroified(Named(parameter, buffer), None) as sharding:
         pattern = r"the (parameter 'a\\ud800'|buffer 'b\\udfff').* half a character"
-        save = partial(hpczero.checkpoint.save, folder, sharding.model, step=1)
-        raises_on_all(comm, CheckpointError, pattern, save)
-        parallel_assert(comm, not list(folder.glob("step-*")))
+        save = partial(hpczero.checkpoint.save, world.folder, sharding.model, step=1)
+        world.raises(CheckpointError, pattern, save)
+        world.check(not list(world.folder.glob("step-*")))
 
 
 def save_and_raise(checkpoints: Checkpoints, step: int) -> None:
@@ -136,44 +123,44 @@ def save_and_raise(checkpoints: Checkpoints, step: int) -> None:
 
 
 def test_loop_that_catches_an_exception_with_a_save_in_flight_goes_on_saving(
-    comm: MPI.Intracomm, model: MLP, folder: Path
+    world: World, model: MLP
 ) -> None:
     go_on, at = held_save()
     with pytest.raises(RuntimeError, match="of the user's"):
-        save_and_raise(Checkpoints(folder, model, background=True, at=at), 1)
+        save_and_raise(Checkpoints(world.folder, model, background=True, at=at), 1)
     threading.Timer(0.3, go_on.set).start()
-    found = hpczero.checkpoint.load(folder, model)  # waits for it
-    parallel_assert(comm, found.step == 1, str(found))
-    path = hpczero.checkpoint.save(folder, model, step=2)
-    names = sorted(p.name for p in folder.glob("step-*"))
-    parallel_assert(comm, names == ["step-000000001", path.name], str(names))
-    comm.Barrier()
-    parallel_assert(comm, not list(folder.glob(".lock-*")))
+    found = hpczero.checkpoint.load(world.folder, model)  # waits for it
+    world.check(found.step == 1, str(found))
+    path = hpczero.checkpoint.save(world.folder, model, step=2)
+    names = sorted(p.name for p in world.folder.glob("step-*"))
+    world.check(names == ["step-000000001", path.name], str(names))
+    world.comm.Barrier()
+    world.check(not list(world.folder.glob(".lock-*")))
 
 
 def test_lock_of_the_caller_outlasts_what_is_still_written_and_goes_with_it(
-    comm: MPI.Intracomm, model: MLP, folder: Path
+    world: World, model: MLP
 ) -> None:
-    (go_on, at), lock = held_save(), Lock(folder)
-    on_root(comm, lock.acquire)
+    (go_on, at), lock = held_save(), Lock(world.folder)
+    world.on_root(lock.acquire)
     with pytest.raises(RuntimeError, match="of the user's"):
-        save_and_raise(Checkpoints(folder, model, background=True, at=at, lock=lock), 1)
+        save_and_raise(Checkpoints(world.folder, model, background=True, at=at, lock=lock), 1)
     lock.release()
-    parallel_assert(comm, lock.held == (comm.rank == 0), "it is being written")
+    world.check(lock.held == (world.rank == 0), "it is being written")
     go_on.set()
-    hpczero.checkpoint.save(folder, model, step=2)
-    parallel_assert(comm, not lock.held)
+    hpczero.checkpoint.save(world.folder, model, step=2)
+    world.check(not lock.held)
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_checkpoints_go_on_after_an_exception_in_their_block(
-    comm: MPI.Intracomm, model: MLP, folder: Path, background: bool
+    world: World, model: MLP, background: bool
 ) -> None:
-    checkpoints = Checkpoints(folder, model, background=background)
+    checkpoints = Checkpoints(world.folder, model, background=background)
     for step in (1, 2):
         with pytest.raises(RuntimeError, match="of the user's"):
             save_and_raise(checkpoints, step)
     checkpoints.save(3)
     checkpoints.close()
-    comm.Barrier()
-    parallel_assert(comm, not list(folder.glob(".lock-*")))
+    world.comm.Barrier()
+    world.check(not list(world.folder.glob(".lock-*")))

@@ -233,24 +233,23 @@ def test_way_out_of_a_head_that_differs_keeps_both(tmp_path: Path) -> None:
     assert config["tie_word_embeddings"] is False
 
 
-@pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize(
+    ("more", "config", "ties"),
+    [
+        (0.0, {}, True),
+        (0.0, {"tie_word_embeddings": True}, True),
+        (0.0, {"tie_word_embeddings": False}, False),
+        (1.0, {}, False),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_head_that_is_the_table_once_more_is_tied(
-    tmp_path: Path, dtype: torch.dtype, config: dict[str, Any]
+def test_head_is_tied_where_it_is_the_table_once_more_and_nobody_says_otherwise(
+    tmp_path: Path, dtype: torch.dtype, more: float, config: dict[str, Any], ties: bool
 ) -> None:
     weights = {name: value.to(dtype) for name, value in gpt2().items()}
     weights[TABLE][0, 0] = torch.nan  # equal to itself here
-    folder = folder_of(tmp_path / "hf", {**weights, HEAD: weights[TABLE].clone()}, **config)
-    assert tied(convert(folder, tmp_path / "out", layout="gpt2"))
-
-
-def test_head_of_its_own_stays_where_nothing_ties_it(tmp_path: Path) -> None:
-    weights = gpt2()
-    other = folder_of(tmp_path / "hf", {**weights, HEAD: weights[TABLE] + 1})
-    assert not tied(convert(other, tmp_path / "out", layout="gpt2"))
-    twice = {**weights, HEAD: weights[TABLE].clone()}
-    said = folder_of(tmp_path / "said", twice, tie_word_embeddings=False)
-    assert not tied(convert(said, tmp_path / "out2", layout="gpt2"))
+    folder = folder_of(tmp_path / "hf", {**weights, HEAD: weights[TABLE] + more}, **config)
+    assert tied(convert(folder, tmp_path / "out", layout="gpt2")) is ties
 
 
 @pytest.mark.parametrize(

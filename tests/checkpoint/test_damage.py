@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -25,11 +24,7 @@ from tests.checkpoint.damage import (
     repaired_after,
 )
 from tests.checkpoint.programs import Program, program_of
-from tests.helpers.parallel import on_root, parallel_assert
-from tests.helpers.small_models import raises_on_all
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.world import World
 
 FLIPS = 300
 
@@ -80,11 +75,11 @@ def test_a_flip_in_any_dataset_is_named(tmp_path: Path) -> None:
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_flip_in_any_dataset_is_refused_and_named_and_the_model_stays(
-    comm: MPI.Intracomm, folder: Path, stage: int
+    world: World, stage: int
 ) -> None:
-    with program_of(comm, comm.size, stage=stage) as program:
+    with program_of(world.comm, world.size, stage=stage) as program:
         program.train(2)
-        path = program.save(folder)
+        path = program.save(world.folder)
         program.train(1)
         before = fingerprint(program)
         table = read_manifest(path).table
@@ -92,47 +87,47 @@ def test_a_flip_in_any_dataset_is_refused_and_named_and_the_model_stays(
         for dataset in datasets(path):
             element = draw.randrange(dataset.numel)
             slab = dataset.slab(element // dataset.slab_numel)
-            on_root(comm, flip_in, path, dataset, element)
+            world.on_root(flip_in, path, dataset, element)
             pattern = f"elements {slab.start:,} to {slab.stop:,} of {dataset.name} "
-            message = raises_on_all(comm, CorruptCheckpoint, pattern, program.load, folder)
+            message = world.raises(CorruptCheckpoint, pattern, program.load, world.folder)
             names = table.overlapping(slab.start, slab.stop)[:5] if dataset.dtype == "<f4" else []
-            parallel_assert(comm, ", ".join(names) in message, message)
-            parallel_assert(comm, fingerprint(program) == before, dataset.name)
-            on_root(comm, flip_in, path, dataset, element)
-        parallel_assert(comm, program.load(folder).path == path)
-        parallel_assert(comm, fingerprint(program) != before)
+            world.check(", ".join(names) in message, message)
+            world.check(fingerprint(program) == before, dataset.name)
+            world.on_root(flip_in, path, dataset, element)
+        world.check(program.load(world.folder).path == path)
+        world.check(fingerprint(program) != before)
 
 
 @contextmanager
-def damaged(comm: MPI.Intracomm, path: Path, name: str) -> Iterator[None]:
+def damaged(world: World, path: Path, name: str) -> Iterator[None]:
     """The checkpoint ``path`` has come to harm ``name`` inside, on all ranks."""
-    with repaired_after(path) if comm.rank == 0 else nullcontext():
-        on_root(comm, DAMAGES[name], path)
+    with repaired_after(path) if world.rank == 0 else nullcontext():
+        world.on_root(DAMAGES[name], path)
         yield
-        comm.Barrier()
-    comm.Barrier()
+        world.comm.Barrier()
+    world.comm.Barrier()
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 3)
 def test_an_older_one_is_gone_on_from_with_a_warning(
-    comm: MPI.Intracomm, program: Program, folder: Path, caplog: pytest.LogCaptureFixture
+    world: World, program: Program, caplog: pytest.LogCaptureFixture
 ) -> None:
     program.train(1)
-    older = program.save(folder)
+    older = program.save(world.folder)
     expected = fingerprint(program)
     program.train(1)
-    newer = program.save(folder)
+    newer = program.save(world.folder)
     program.train(1)
     for name in DAMAGES:
         caplog.clear()
-        with damaged(comm, newer, name), caplog.at_level(logging.WARNING):
-            loaded = program.load(folder)
-        parallel_assert(comm, (loaded.path, loaded.step) == (older, 1), name)
-        parallel_assert(comm, fingerprint(program) == expected, name)
+        with damaged(world, newer, name), caplog.at_level(logging.WARNING):
+            loaded = program.load(world.folder)
+        world.check((loaded.path, loaded.step) == (older, 1), name)
+        world.check(fingerprint(program) == expected, name)
         warned = [record.getMessage() for record in caplog.records if "hpczero" in record.name]
-        parallel_assert(comm, len(warned) == (2 if comm.rank == 0 else 0), f"{name}: {warned}")
-        if comm.rank == 0:
+        world.check(len(warned) == (2 if world.rank == 0 else 0), f"{name}: {warned}")
+        if world.rank == 0:
             assert str(newer) in warned[0]
             assert f"going on from the older {older}" in warned[1]
 
@@ -140,46 +135,47 @@ def test_an_older_one_is_gone_on_from_with_a_warning(
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_where_none_is_sound_the_job_ends_with_its_exit_code(
-    comm: MPI.Intracomm, program: Program, folder: Path
+    world: World, program: Program
 ) -> None:
-    path = program.save(folder)
+    path = program.save(world.folder)
     before = fingerprint(program)
     for name in DAMAGES:
-        with damaged(comm, path, name):
+        with damaged(world, path, name):
             none = "no older one is there"
-            message = raises_on_all(comm, CorruptCheckpoint, none, program.load, folder)
-        parallel_assert(comm, str(path) in message, message)
-    parallel_assert(comm, fingerprint(program) == before)
-    parallel_assert(comm, CorruptCheckpoint.exit_code == EXIT_CORRUPT_CHECKPOINT)
+            message = world.raises(CorruptCheckpoint, none, program.load, world.folder)
+        world.check(str(path) in message, message)
+    world.check(fingerprint(program) == before)
+    world.check(CorruptCheckpoint.exit_code == EXIT_CORRUPT_CHECKPOINT)
     program.step = 1
-    with damaged(comm, path, "half"), damaged(comm, program.save(folder), "half a manifest"):
+    newer = program.save(world.folder)
+    with damaged(world, path, "half"), damaged(world, newer, "half a manifest"):
         neither = "1 older .* not sound either"
-        said = raises_on_all(comm, CorruptCheckpoint, neither, program.load, folder)
-    parallel_assert(comm, "step-000000001: manifest.json is not whole" in said, said)
+        said = world.raises(CorruptCheckpoint, neither, program.load, world.folder)
+    world.check("step-000000001: manifest.json is not whole" in said, said)
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 def test_a_checkpoint_that_was_asked_for_by_name_is_loaded_or_nothing(
-    comm: MPI.Intracomm, program: Program, folder: Path
+    world: World, program: Program
 ) -> None:
-    older = program.save(folder)
+    older = program.save(world.folder)
     program.train(1)
-    newer = program.save(folder)
+    newer = program.save(world.folder)
     before = fingerprint(program)
-    on_root(comm, flip_in, newer, datasets(newer)[0], 5)
-    said = raises_on_all(comm, CorruptCheckpoint, "elements", program.load, newer)
-    parallel_assert(comm, "no older one" not in said, said)  # there is one, but nobody looked
-    parallel_assert(comm, fingerprint(program) == before)
-    parallel_assert(comm, program.load(older).step == 0)
+    world.on_root(flip_in, newer, datasets(newer)[0], 5)
+    said = world.raises(CorruptCheckpoint, "elements", program.load, newer)
+    world.check("no older one" not in said, said)  # there is one, but nobody looked
+    world.check(fingerprint(program) == before)
+    world.check(program.load(older).step == 0)
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_damage_of_what_only_hdf5_needs_does_not_stop_a_load(
-    comm: MPI.Intracomm, program: Program, folder: Path
+    world: World, program: Program
 ) -> None:
-    path = program.save(folder)
-    on_root(comm, flip, path / STATE_FILE, 20, 3)
-    parallel_assert(comm, verify(path).verdict is Verdict.CORRUPT)
-    parallel_assert(comm, program.load(folder).path == path)
+    path = program.save(world.folder)
+    world.on_root(flip, path / STATE_FILE, 20, 3)
+    world.check(verify(path).verdict is Verdict.CORRUPT)
+    world.check(program.load(world.folder).path == path)

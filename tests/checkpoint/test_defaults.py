@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import hpczero
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_input, same_state, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.small_models import adamw, mlp_input
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
@@ -43,12 +39,7 @@ def muon(model: torch.nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("make", [adamw, muon])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_run_that_is_saved_and_loaded_goes_on_bit_for_bit(
-    comm: MPI.Intracomm,
-    topology: hpczero.Topology,
-    folder: Path,
-    what: Any,
-    make: Any,
-    stage: int,
+    world: World, what: Any, make: Any, stage: int
 ) -> None:
     def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
         for seed in seeds:
@@ -59,18 +50,16 @@ def test_run_that_is_saved_and_loaded_goes_on_bit_for_bit(
 
     found = []
     for saved in (False, True):
-        model = MLP()
-        with zeroified(model, optimizer := make(model), stage=stage, topology=topology):
+        with world.mlp(make, stage=stage) as (model, optimizer):
             steps(model, optimizer, range(2 if saved else 4))
             if not saved:
                 found.append(hpczero.full_state_dict(model))
                 continue
             with default(what):
-                hpczero.checkpoint.save(folder, model, optimizer, step=2)
-        model = MLP()
-        with zeroified(model, optimizer := make(model), stage=stage, topology=topology):
+                hpczero.checkpoint.save(world.folder, model, optimizer, step=2)
+        with world.mlp(make, stage=stage) as (model, optimizer):
             with default(what):
-                hpczero.checkpoint.load(folder, model, optimizer)
+                hpczero.checkpoint.load(world.folder, model, optimizer)
             steps(model, optimizer, range(2, 4))
             found.append(hpczero.full_state_dict(model))
-    parallel_assert(comm, same_state(*found))
+    world.check_state(*found)

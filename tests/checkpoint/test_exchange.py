@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from math import prod
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,10 +27,7 @@ from hpczero.plan.offloaded import cut
 from hpczero.plan.placement import Placement
 from hpczero.tier import HostTier
 from hpczero.zero.units.away_shard import AwayShard, UnitStore
-from tests.helpers.parallel import parallel_assert
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.world import World
 
 
 def dealt(numel: int, size: int, seed: int) -> list[list[tuple[int, int]]]:
@@ -50,32 +47,32 @@ def dealt(numel: int, size: int, seed: int) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("dtype", ["<f4", "|u1"])
 @pytest.mark.parametrize("numel", [0, 1, 13, 997, 4096])
 def test_what_ranks_hold_becomes_the_dataset_and_comes_back(
-    comm: MPI.Intracomm, numel: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+    world: World, numel: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watchdog = Watchdog(comm.rank, 0.0)
+    watchdog = Watchdog(world.rank, 0.0)
     for seed in range(6):
         slab = (1, 7, 64, 5000)[seed % 4]
         monkeypatch.setattr(module, "ROUND_NBYTES", (1, 300, 10_000)[seed % 3])
-        runs = dealt(numel, comm.size, seed)[comm.rank]
+        runs = dealt(numel, world.size, seed)[world.rank]
         whole = (np.arange(numel) * 37 % 251).astype(dtype)
         mine = np.concatenate([whole[a:b] for a, b in runs] or [whole[:0]])
         dataset = Dataset("/x", dtype, numel, slab)
-        exchange = DatasetExchange(comm, watchdog, runs)
-        parallel_assert(comm, exchange.numel == len(mine))
+        exchange = DatasetExchange(world.comm, watchdog, runs)
+        world.check(exchange.numel == len(mine))
         back = torch.zeros(len(mine), dtype=torch.from_numpy(whole).dtype)
         for windows in exchange.rounds(dataset):
-            window = windows[comm.rank]
+            window = windows[world.rank]
             places = exchange.places(windows)
             slabs = exchange.to_slabs([torch.from_numpy(mine)[p] for p in places], windows)
-            parallel_assert(comm, np.array_equal(slabs.numpy(), whole[window.start : window.stop]))
+            world.check(np.array_equal(slabs.numpy(), whole[window.start : window.stop]))
             exchange.from_slabs(slabs, [back[p] for p in places], windows)
-        parallel_assert(comm, np.array_equal(back.numpy(), mine), f"seed {seed}")
+        world.check(np.array_equal(back.numpy(), mine), f"seed {seed}")
 
 
 @pytest.mark.mpi
-def test_no_rank_gathers_more_than_a_round(comm: MPI.Intracomm) -> None:
+def test_no_rank_gathers_more_than_a_round(world: World) -> None:
     dataset = Dataset.of("/x", "<f4", 100 * 2**20)
-    exchange = DatasetExchange(comm, Watchdog(comm.rank, 0.0), [])
+    exchange = DatasetExchange(world.comm, Watchdog(world.rank, 0.0), [])
     most = max(4 * len(window) for windows in exchange.rounds(dataset) for window in windows)
     assert most <= module.ROUND_NBYTES
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +19,8 @@ from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.foreign.exporting import export
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint
 from tests.checkpoint.damage import resigned
-from tests.helpers.parallel import on_root, parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_input, raises_on_all, sgd, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.small_models import MLP, adamw, mlp_input, sgd, zeroified
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
@@ -47,23 +44,19 @@ def rates(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_scheduler_with_milestones_goes_on_after_a_load(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, kind: str
-) -> None:
+def test_scheduler_with_milestones_goes_on_after_a_load(world: World, kind: str) -> None:
     found = []
     for load in (False, True):
-        model = MLP()
-        optimizer = sgd(model)
-        with zeroified(model, optimizer, topology=topology):
+        with world.mlp(sgd) as (model, optimizer):
             scheduler = SCHEDULERS[kind](optimizer)
             if load:
-                extra = hpczero.checkpoint.load(folder, model).extra
+                extra = hpczero.checkpoint.load(world.folder, model).extra
                 scheduler.load_state_dict(extra)
             else:
                 rates(scheduler, optimizer, 2)
-                hpczero.checkpoint.save(folder, model, step=2, extra=scheduler.state_dict())
+                hpczero.checkpoint.save(world.folder, model, step=2, extra=scheduler.state_dict())
             found.append(rates(scheduler, optimizer, 6))
-    parallel_assert(comm, found[0] == found[1], str(found))
+    world.check(found[0] == found[1], str(found))
 
 
 def kept(folder: Path, model: MLP, extra: Any) -> Any:
@@ -90,27 +83,23 @@ GIVEN: dict[str, dict[Any, Any]] = {
 
 
 @pytest.mark.parametrize("given", GIVEN)
-def test_whatever_is_given_comes_back(
-    comm: MPI.Intracomm, model: MLP, folder: Path, given: str
-) -> None:
-    found = kept(folder, model, GIVEN[given])
-    parallel_assert(comm, repr(found) == repr(GIVEN[given]), repr(found))
+def test_whatever_is_given_comes_back(world: World, model: MLP, given: str) -> None:
+    found = kept(world.folder, model, GIVEN[given])
+    world.check(repr(found) == repr(GIVEN[given]), repr(found))
 
 
-def test_numpy_scalars_come_back_as_numbers(comm: MPI.Intracomm, model: MLP, folder: Path) -> None:
+def test_numpy_scalars_come_back_as_numbers(world: World, model: MLP) -> None:
     extra = {"best": np.float32(0.5), "epoch": np.int64(3), "done": np.bool_(True)}
-    found = kept(folder, model, extra)
-    parallel_assert(comm, repr(found) == repr({"best": 0.5, "epoch": 3, "done": True}), repr(found))
+    found = kept(world.folder, model, extra)
+    world.check(repr(found) == repr({"best": 0.5, "epoch": 3, "done": True}), repr(found))
 
 
-def test_extra_of_text_keys_is_stored_as_it_is(
-    comm: MPI.Intracomm, model: MLP, folder: Path
-) -> None:
+def test_extra_of_text_keys_is_stored_as_it_is(world: World, model: MLP) -> None:
     """As any reader of JSON finds it."""
     extra: dict[str, Any] = {"a": {"x": [["1", 2]]}, "b": [1, {"y": [2]}]}
-    parallel_assert(comm, kept(folder, model, extra) == extra)
-    (path,) = folder.glob("step-*")
-    parallel_assert(comm, read_manifest(path).meta["extra"] == extra)
+    world.check(kept(world.folder, model, extra) == extra)
+    (path,) = world.folder.glob("step-*")
+    world.check(read_manifest(path).meta["extra"] == extra)
 
 
 CIRCLE: dict[str, Any] = {}
@@ -132,20 +121,20 @@ CIRCLE["self"] = CIRCLE
 )
 @pytest.mark.parametrize("on", ["all ranks", "one rank"])
 def test_what_json_cannot_hold_is_refused_by_its_key(
-    comm: MPI.Intracomm, model: MLP, folder: Path, extra: Any, pattern: str, on: str
+    world: World, model: MLP, extra: Any, pattern: str, on: str
 ) -> None:
-    mine = extra if on == "all ranks" or comm.rank == 1 else {}
-    raises_on_all(comm, ConfigError, pattern, kept, folder, model, mine)
-    parallel_assert(comm, not list(folder.glob("step-*")))
+    mine = extra if on == "all ranks" or world.rank == 1 else {}
+    world.raises(ConfigError, pattern, kept, world.folder, model, mine)
+    world.check(not list(world.folder.glob("step-*")))
 
 
 @pytest.mark.parametrize("pairs", [7, [[1]], [[[], 1]], [[1, 2], [1, 3]], None])
 def test_pairs_that_are_none_are_refused_before_anything_changes(
-    comm: MPI.Intracomm, model: MLP, folder: Path, pairs: Any
+    world: World, model: MLP, pairs: Any
 ) -> None:
-    path = hpczero.checkpoint.save(folder, model, step=1, extra={"a": {1: 2}})
-    on_root(comm, resigned, path, lambda body: body["meta"]["extra"]["a"].update(__pairs__=pairs))
-    raises_on_all(comm, CorruptCheckpoint, "meta.extra", hpczero.checkpoint.load, path, model)
+    path = hpczero.checkpoint.save(world.folder, model, step=1, extra={"a": {1: 2}})
+    world.on_root(resigned, path, lambda body: body["meta"]["extra"]["a"].update(__pairs__=pairs))
+    world.raises(CorruptCheckpoint, "meta.extra", hpczero.checkpoint.load, path, model)
 
 
 # --- tensors
@@ -159,27 +148,23 @@ TENSORS = [
 ]
 
 
-def test_tensors_come_back_with_their_type_and_shape(
-    comm: MPI.Intracomm, model: MLP, folder: Path
-) -> None:
+def test_tensors_come_back_with_their_type_and_shape(world: World, model: MLP) -> None:
     extra = {"a": {3: TENSORS}, "b": {"__tensor__": 1}}
-    found = kept(folder, model, extra)
-    parallel_assert(comm, found["b"] == extra["b"] and list(found["a"]) == [3], repr(found))
+    found = kept(world.folder, model, extra)
+    world.check(found["b"] == extra["b"] and list(found["a"]) == [3], repr(found))
     for got, given in zip(found["a"][3], TENSORS, strict=True):
-        parallel_assert(comm, got.dtype == given.dtype and got.shape == given.shape, repr(got))
-        parallel_assert(comm, torch.equal(got.nan_to_num(7), given.nan_to_num(7)), repr(got))
+        world.check(got.dtype == given.dtype and got.shape == given.shape, repr(got))
+        world.check(torch.equal(got.nan_to_num(7), given.nan_to_num(7)), repr(got))
 
 
-def test_generators_of_ranks_go_on_where_they_were(
-    comm: MPI.Intracomm, model: MLP, folder: Path
-) -> None:
-    generator = torch.Generator().manual_seed(5 + comm.rank)
+def test_generators_of_ranks_go_on_where_they_were(world: World, model: MLP) -> None:
+    generator = torch.Generator().manual_seed(5 + world.rank)
     torch.rand(3, generator=generator)
-    found = kept(folder, model, {"states": comm.allgather(generator.get_state())})
+    found = kept(world.folder, model, {"states": world.comm.allgather(generator.get_state())})
     again = torch.Generator()
-    again.set_state(found["states"][comm.rank])
+    again.set_state(found["states"][world.rank])
     expected = torch.rand(3, generator=generator)
-    parallel_assert(comm, torch.equal(torch.rand(3, generator=again), expected))
+    world.check(torch.equal(torch.rand(3, generator=again), expected))
 
 
 # --- ranks that differ
@@ -195,11 +180,11 @@ def test_generators_of_ranks_go_on_where_they_were(
     ],
 )
 def test_extra_that_differs_between_ranks_is_refused_by_its_key(
-    comm: MPI.Intracomm, model: MLP, folder: Path, of_rank: Any, pattern: str
+    world: World, model: MLP, of_rank: Any, pattern: str
 ) -> None:
     """One checkpoint has one; that of rank 0 was kept without a word."""
-    raises_on_all(comm, ConfigError, pattern, kept, folder, model, of_rank(comm.rank))
-    parallel_assert(comm, not list(folder.glob("step-*")), "something was written")
+    world.raises(ConfigError, pattern, kept, world.folder, model, of_rank(world.rank))
+    world.check(not list(world.folder.glob("step-*")), "something was written")
 
 
 # --- extra states of modules, which are part of a checkpoint as of ``state_dict()``
@@ -243,83 +228,70 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> l
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_training_goes_on_with_the_state_that_modules_had(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, stage: int
-) -> None:
+def test_training_goes_on_with_the_state_that_modules_had(world: World, stage: int) -> None:
     plain = build()
     expected = steps(plain, adamw(plain), range(5))
     model = build()
-    with zeroified(model, optimizer := adamw(model), stage=stage, topology=topology):
+    with world.zeroified(model, optimizer := adamw(model), stage=stage):
         steps(model, optimizer, range(3))
-        hpczero.checkpoint.save(folder, model, step=3)
+        hpczero.checkpoint.save(world.folder, model, step=3)
     model = build()
-    with zeroified(model, optimizer := adamw(model), stage=stage, topology=topology):
-        hpczero.checkpoint.load(folder, model)
+    with world.zeroified(model, optimizer := adamw(model), stage=stage):
+        hpczero.checkpoint.load(world.folder, model)
         found = steps(model, optimizer, range(3, 5))
-    parallel_assert(comm, found == pytest.approx(expected[3:], rel=1e-5), f"{found} {expected}")
+    world.check(found == pytest.approx(expected[3:], rel=1e-5), f"{found} {expected}")
 
 
 def test_state_that_differs_between_ranks_comes_back_to_each(
-    comm: MPI.Intracomm,
-    topology: hpczero.Topology,
-    folder: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build()
-    with zeroified(model, None, topology=topology):
-        model[0].kept = comm.rank + 5
-        path = hpczero.checkpoint.save(folder, model, step=1)
+    with world.zeroified(model, None):
+        model[0].kept = world.rank + 5
+        path = hpczero.checkpoint.save(world.folder, model, step=1)
         model[0].kept = 0
-        hpczero.checkpoint.load(folder, model)
-        parallel_assert(comm, model[0].kept == comm.rank + 5, repr(model[0].kept))
-    parallel_assert(comm, read_manifest(path).meta["extra_states"] == {"0": [5, 6]})
+        hpczero.checkpoint.load(world.folder, model)
+        world.check(model[0].kept == world.rank + 5, repr(model[0].kept))
+    world.check(read_manifest(path).meta["extra_states"] == {"0": [5, 6]})
     alone = hpczero.Topology.alone()
     with (
         zeroified(model := build(), None, topology=alone),
         caplog.at_level(logging.WARNING, "hpczero.checkpoint"),
     ):
-        hpczero.checkpoint.load(folder, model)
-        parallel_assert(comm, model[0].kept == 5, "rank 0 of one takes that of rank 0 of two")
+        hpczero.checkpoint.load(world.folder, model)
+        world.check(model[0].kept == 5, "rank 0 of one takes that of rank 0 of two")
         export(path, tmp_path / "weights")
     alone.free()
-    parallel_assert(comm, "extra states of 0 differ between the 2 ranks" in caplog.text)
-    parallel_assert(comm, "left out what get_extra_state() of 0 gave" in caplog.text)
+    world.check("extra states of 0 differ between the 2 ranks" in caplog.text)
+    world.check("left out what get_extra_state() of 0 gave" in caplog.text)
 
 
-def test_state_that_no_file_can_hold_is_refused_by_its_module(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
-) -> None:
+def test_state_that_no_file_can_hold_is_refused_by_its_module(world: World) -> None:
     model = build()
-    with zeroified(model, None, topology=topology):
+    with world.zeroified(model, None):
         model[0].kept = {"seen": {1, 2}}
         said = r"module '0' \(Scaled\) cannot be kept: state\['seen'\] is a set"
-        raises_on_all(comm, CheckpointError, said, hpczero.checkpoint.save, folder, model, step=1)
+        world.raises(CheckpointError, said, hpczero.checkpoint.save, world.folder, model, step=1)
 
 
-def test_state_of_a_module_that_is_not_there_is_refused(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
-) -> None:
-    with zeroified(model := MLP((7, 3)), None, topology=topology):
-        path = hpczero.checkpoint.save(folder, model, step=1)
-        on_root(
-            comm, resigned, path, lambda body: body["meta"].update(extra_states={"layers.1": [4]})
+def test_state_of_a_module_that_is_not_there_is_refused(world: World) -> None:
+    with world.zeroified(model := MLP((7, 3)), None):
+        path = hpczero.checkpoint.save(world.folder, model, step=1)
+        world.on_root(
+            resigned, path, lambda body: body["meta"].update(extra_states={"layers.1": [4]})
         )
         said = "extra state of the module 'layers.1'"
-        raises_on_all(comm, CheckpointMismatch, said, hpczero.checkpoint.load, path, model)
+        world.raises(CheckpointMismatch, said, hpczero.checkpoint.load, path, model)
 
 
 def test_file_without_extra_states_loads_and_says_so(
-    comm: MPI.Intracomm,
-    topology: hpczero.Topology,
-    folder: Path,
-    caplog: pytest.LogCaptureFixture,
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Checkpoints of before have none."""
-    with zeroified(model := build(), None, topology=topology):
-        path = hpczero.checkpoint.save(folder, model, step=1)
-        on_root(comm, resigned, path, lambda body: body["meta"].pop("extra_states"))
+    with world.zeroified(model := build(), None):
+        path = hpczero.checkpoint.save(world.folder, model, step=1)
+        world.on_root(resigned, path, lambda body: body["meta"].pop("extra_states"))
         with caplog.at_level(logging.WARNING, "hpczero.checkpoint"):
             hpczero.checkpoint.load(path, model)
     said = "holds no extra state of ['0']" in caplog.text
-    parallel_assert(comm, said == (comm.rank == 0), caplog.text)
+    world.check(said == (world.rank == 0), caplog.text)

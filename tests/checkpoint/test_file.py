@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h5py
 import numpy as np
@@ -25,10 +25,7 @@ from hpczero.checkpoint.writing import PosixWriter
 from hpczero.files.direct import PAGE, filesystem_of, open_direct
 from tests.checkpoint.damage import golden_copy
 from tests.checkpoint.programs import Net, Program
-from tests.helpers.parallel import parallel_assert
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.world import World
 
 
 def tool(*command: str | os.PathLike[str]) -> str:
@@ -117,11 +114,11 @@ def test_a_writer_lets_go_of_its_file_once(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 3)
-def test_plain_h5py_reads_it(comm: MPI.Intracomm, program: Program, folder: Path) -> None:
+def test_plain_h5py_reads_it(world: World, program: Program) -> None:
     program.train(2)
-    path = program.save(folder)
+    path = program.save(world.folder)
     values = hpczero.full_state_dict(program.model)
-    if comm.rank:
+    if world.rank:
         return
     with h5py.File(path / STATE_FILE) as file:
         meta = json.loads(file.attrs["meta"])
@@ -143,7 +140,7 @@ def test_plain_h5py_reads_it(comm: MPI.Intracomm, program: Program, folder: Path
         for dataset in read_manifest(path).datasets:
             assert file[dataset.name].id.get_offset() == (dataset.offset or None)
             assert file[dataset.name].shape == (dataset.numel,)
-    assert (folder / LATEST).read_text() == f"{path.name}\n"
+    assert (world.folder / LATEST).read_text() == f"{path.name}\n"
 
 
 def check_table(columns: dict[str, Any]) -> None:
@@ -164,11 +161,9 @@ def check_table(columns: dict[str, Any]) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1)
-def test_no_object_of_the_file_keeps_the_time(
-    comm: MPI.Intracomm, program: Program, folder: Path
-) -> None:
+def test_no_object_of_the_file_keeps_the_time(world: World, program: Program) -> None:
     program.train(1)
-    path = program.save(folder / "saved") / STATE_FILE
+    path = program.save(world.folder / "saved") / STATE_FILE
     kept: list[str] = []
 
     def look(name: str, thing: h5py.Group | h5py.Dataset) -> None:
@@ -177,21 +172,23 @@ def test_no_object_of_the_file_keeps_the_time(
 
     with h5py.File(path) as file:
         file.visititems(look)
-    parallel_assert(comm, not kept, str(kept))
+    world.check(not kept, str(kept))
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 3)
 def test_both_writers_make_the_same_file(
-    comm: MPI.Intracomm, program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpczero.checkpoint.snapshot._provenance", dict)
     program.train(2)
-    mpio, posix = (program.save(folder / writer, writer=writer) for writer in ("mpio", "posix"))
-    parallel_assert(comm, read_manifest(mpio).datasets == read_manifest(posix).datasets)
+    mpio, posix = (
+        program.save(world.folder / writer, writer=writer) for writer in ("mpio", "posix")
+    )
+    world.check(read_manifest(mpio).datasets == read_manifest(posix).datasets)
     same = (mpio / STATE_FILE).read_bytes() == (posix / STATE_FILE).read_bytes()
-    parallel_assert(comm, same)
-    parallel_assert(comm, verify(mpio).verdict is verify(posix).verdict is Verdict.SOUND)
+    world.check(same)
+    world.check(verify(mpio).verdict is verify(posix).verdict is Verdict.SOUND)
 
 
 MOUNTS = """\

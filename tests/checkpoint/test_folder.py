@@ -16,25 +16,23 @@ from hpczero.files.durable import sync
 from hpczero.options.config import RunConfig, RunOptions
 from hpczero.run.results.folder import RunFolder
 from tests.checkpoint.damage import put
-from tests.checkpoint.folders import commit
+from tests.checkpoint.folders import commit, steps
 from tests.files.test_regular import at_once
-
-
-def steps(folder: Folder) -> list[int]:
-    return [manifest.step for _, manifest in folder.valid()]
 
 
 def test_newest_comes_first_and_junk_does_not_count(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "ckpt")
-    assert steps(folder) == []
+    assert steps(folder.path) == []
     for step in (20, 3, 100):
         commit(folder, step)
-    for name in ("step-xyz", "step-7", ".tmp-step-000000200-0badcafe", "notes"):
+    junk = {"step-xyz", "step-7", "step-0000000007", "step-000000007.bak", "notes"}
+    for name in (*junk, ".tmp-step-000000200-0badcafe"):
         (folder.path / name).mkdir()
     (folder.path / "step-000000300").write_text("a file")
     (folder.path / "step-000000400").mkdir()  # no manifest
     (folder.path / "LATEST").write_text("step-000000400\n")
-    assert steps(folder) == [100, 20, 3]
+    assert steps(folder.path) == [100, 20, 3]
+    assert not junk & {path.name for path in folder.candidates()}
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "device"])
@@ -45,7 +43,7 @@ def test_harm_to_what_nobody_reads_costs_no_checkpoint(
     put(latest, kind)
     with at_once(), caplog.at_level(logging.WARNING):
         path = commit(folder, 7)
-    assert steps(folder) == [7]
+    assert steps(folder.path) == [7]
     assert read_manifest(path).step == 7
     if kind == "folder":  # which may be somebody's; anything else gives way
         assert f"{latest}: " in caplog.text
@@ -62,7 +60,7 @@ def test_retention_keeps_the_newest_sound_ones(tmp_path: Path) -> None:
     (tmp_path / step_folder(6) / MANIFEST_FILE).write_text("{")  # the newest is not sound
     (tmp_path / step_folder(4) / STATE_FILE).write_bytes(b"longer than it was")
     folder.retain(2)
-    assert steps(folder) == [5, 3]
+    assert steps(folder.path) == [5, 3]
     # newer than the newest sound one: left for whoever wants to look at it; older and not sound: gone
     assert {path.name for path in folder.candidates()} == {step_folder(s) for s in (6, 5, 3)}
 
@@ -94,7 +92,7 @@ def test_retention_never_takes_the_last_good_one(tmp_path: Path, keep: int) -> N
     commit(folder, 2)
     (tmp_path / step_folder(2) / STATE_FILE).unlink()
     folder.retain(keep)
-    assert steps(folder) == [1]
+    assert steps(folder.path) == [1]
 
 
 def test_what_is_not_ours_is_never_deleted(tmp_path: Path) -> None:
@@ -129,13 +127,13 @@ def test_same_step_again_replaces_and_never_leaves_none(tmp_path: Path) -> None:
     commit(folder, 5, "first")
     path = commit(folder, 5, "second time")
     assert read_manifest(path).meta["line"] == "second time"
-    assert steps(folder) == [5]
+    assert steps(folder.path) == [5]
     # a job that was killed between the two renames
     path.rename(tmp_path / ".replaced-step-000000005-0badcafe")
-    assert steps(folder) == [5]
+    assert steps(folder.path) == [5]
     commit(folder, 6)
     folder.retain(1)
-    assert steps(folder) == [6]
+    assert steps(folder.path) == [6]
     assert not list(tmp_path.glob(".replaced*"))
 
 
@@ -162,17 +160,17 @@ def test_checkpoint_whose_name_may_not_be_on_the_disk_is_there_and_is_returned(
     with caplog.at_level(logging.WARNING):
         path = commit(folder, 2)
     assert path == tmp_path / step_folder(2)
-    assert steps(folder) == [2, 1]
+    assert steps(folder.path) == [2, 1]
     assert (tmp_path / "LATEST").read_text() == f"{path.name}\n"
     assert f"{path}: is there, but may be lost" in caplog.text
     # Nothing goes for its sake, until one is known to be on the disk.
     folder.retain(1, path)
     commit(folder, 2)
     folder.retain(1, path)
-    assert steps(folder) == [2, 2, 1]
+    assert steps(folder.path) == [2, 2, 1]
     monkeypatch.setattr("hpczero.checkpoint.disk.folder.sync", real)
     folder.retain(1, commit(folder, 3))
-    assert steps(folder) == [3]
+    assert steps(folder.path) == [3]
 
 
 def test_what_kills_have_left_of_small_files_goes_once_it_is_old(tmp_path: Path) -> None:
@@ -214,9 +212,9 @@ def test_links_among_checkpoints_go_without_what_they_lead_to(tmp_path: Path) ->
     assert not list(run.checkpoints.iterdir())
     (run.checkpoints / step_folder(1)).symlink_to(elsewhere)
     folder.retain(1, commit(folder, 2))
-    assert steps(folder) == [2]
+    assert steps(folder.path) == [2]
     assert not list(run.checkpoints.glob(".trash-*"))
-    assert steps(Folder(elsewhere.parent)) == [1]
+    assert steps(elsewhere.parent) == [1]
 
 
 def test_what_the_system_says_without_a_number_is_told(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import h5py
 import pytest
@@ -22,11 +21,7 @@ from hpczero.checkpoint.disk import h5file
 from hpczero.checkpoint.disk.folder import Folder
 from hpczero.errors import CheckpointNotWritten
 from tests.checkpoint.programs import Program
-from tests.helpers.parallel import on_root, parallel_assert
-from tests.helpers.small_models import raises_on_all
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
@@ -37,18 +32,16 @@ WRITERS = [pytest.param("mpio", marks=SERIAL), "posix"]
 
 
 @pytest.fixture
-def small_disk(comm: MPI.Intracomm, folder: Path) -> Iterator[Path]:
+def small_disk(world: World) -> Iterator[Path]:
     """A file system of ``DISK_NBYTES``, the same on all ranks."""
     mounted = False
-    if comm.rank == 0:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "tmpfs", str(folder)]
+    if world.rank == 0:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "tmpfs", str(world.folder)]
         mounted = not subprocess.run(command, capture_output=True, check=False).returncode
-    if not comm.bcast(mounted):
+    if not world.comm.bcast(mounted):
         pytest.skip("cannot mount a file system: needs root")
-    yield folder
-    comm.Barrier()
-    if comm.rank == 0:
-        subprocess.run(["umount", "--lazy", folder], check=True)
+    yield world.folder
+    world.on_root(subprocess.run, ["umount", "--lazy", world.folder], check=True)
 
 
 def fill(disk: Path, free_nbytes: int) -> None:
@@ -60,30 +53,30 @@ def fill(disk: Path, free_nbytes: int) -> None:
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/hpczero"])
 def test_folder_that_cannot_be_written(
-    comm: MPI.Intracomm, program: Program, folder: Path, place: str, writer: str
+    world: World, program: Program, place: str, writer: str
 ) -> None:
-    on_root(comm, (folder / "file").touch)
-    save = partial(program.save, folder / place, writer=writer)
-    said = raises_on_all(comm, CheckpointNotWritten, r"cannot be written \(", save)
-    parallel_assert(comm, str(folder / place) in said, said)
+    world.on_root((world.folder / "file").touch)
+    save = partial(program.save, world.folder / place, writer=writer)
+    said = world.raises(CheckpointNotWritten, r"cannot be written \(", save)
+    world.check(str(world.folder / place) in said, said)
     program.train(1)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("free_nbytes", [0, 2**15])
 def test_disk_that_is_full_before_the_save(
-    comm: MPI.Intracomm, program: Program, small_disk: Path, free_nbytes: int, writer: str
+    world: World, program: Program, small_disk: Path, free_nbytes: int, writer: str
 ) -> None:
     save = partial(program.save, small_disk / "ckpt", writer=writer)
     first = save()
     program.train(1)
-    on_root(comm, fill, small_disk, free_nbytes)
+    world.on_root(fill, small_disk, free_nbytes)
     pattern = r"[KM]iB are free and the checkpoint needs" if free_nbytes else "No space left"
-    raises_on_all(comm, CheckpointNotWritten, pattern, save)
+    world.raises(CheckpointNotWritten, pattern, save)
     program.train(1)
-    parallel_assert(comm, left(small_disk / "ckpt") == ["LATEST", first.name])
-    on_root(comm, (small_disk / "filler").unlink)
-    parallel_assert(comm, all(verify(p).verdict is Verdict.SOUND for p in (first, save())))
+    world.check(left(small_disk / "ckpt") == ["LATEST", first.name])
+    world.on_root((small_disk / "filler").unlink)
+    world.check(all(verify(p).verdict is Verdict.SOUND for p in (first, save())))
 
 
 def left(folder: Path) -> list[str]:
@@ -111,15 +104,14 @@ def large_model(topology: hpczero.Topology) -> nn.Module:
     ],
 )
 def test_disk_that_runs_full_during_the_save(
-    comm: MPI.Intracomm,
-    topology: hpczero.Topology,
+    world: World,
     small_disk: Path,
     monkeypatch: pytest.MonkeyPatch,
     free_nbytes: int,
     reserved: bool,
     writer: str,
 ) -> None:
-    model = large_model(topology)
+    model = large_model(world.topology)
     folder = small_disk / "ckpt"
     save = partial(hpczero.checkpoint.save, folder, model, writer=writer)
     first = save(step=1)
@@ -127,19 +119,19 @@ def test_disk_that_runs_full_during_the_save(
         patch.setattr(Folder, "check_room", lambda *_: None)
         if not reserved:
             patch.setattr(h5file, "_reserve", lambda _: False)
-        on_root(comm, fill, small_disk, free_nbytes)
+        world.on_root(fill, small_disk, free_nbytes)
         start, opened = time.monotonic(), []
         for _ in range(3):
             said = "older checkpoints are as they were"
-            raises_on_all(comm, CheckpointNotWritten, said, save, step=2)
+            world.raises(CheckpointNotWritten, said, save, step=2)
             opened.append(open_files())
-        parallel_assert(comm, time.monotonic() - start < LONG_S)
-        parallel_assert(comm, writer == "mpio" or opened[-1] <= opened[0], f"{opened} files")
-        parallel_assert(comm, left(folder) == ["LATEST", first.name], str(left(folder)))
-        on_root(comm, (small_disk / "filler").unlink)
-    parallel_assert(comm, hpczero.checkpoint.load(folder, model).step == 1)
+        world.check(time.monotonic() - start < LONG_S)
+        world.check(writer == "mpio" or opened[-1] <= opened[0], f"{opened} files")
+        world.check(left(folder) == ["LATEST", first.name], str(left(folder)))
+        world.on_root((small_disk / "filler").unlink)
+    world.check(hpczero.checkpoint.load(folder, model).step == 1)
     second = save(step=2)
-    parallel_assert(comm, all(verify(p).verdict is Verdict.SOUND for p in (first, second)))
+    world.check(all(verify(p).verdict is Verdict.SOUND for p in (first, second)))
     hpczero.release(model)
 
 

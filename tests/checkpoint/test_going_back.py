@@ -4,69 +4,58 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from hpczero.checkpoint.disk.folder import LATEST, Folder, read_manifest
 from tests.checkpoint.damage import datasets, flip_in
+from tests.checkpoint.folders import steps
 from tests.checkpoint.programs import Program, program_of
-from tests.helpers.parallel import on_root, parallel_assert
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.world import World
 
 pytestmark = pytest.mark.mpi
 
 
-def steps(folder: Path) -> list[int]:
-    return [manifest.step for _, manifest in Folder(folder).valid()]
-
-
 @pytest.mark.ranks(1, 2)
 def test_save_of_an_earlier_step_returns_what_is_there_and_the_next_start_goes_on_from_it(
-    comm: MPI.Intracomm, program: Program, folder: Path
+    world: World, program: Program
 ) -> None:
     for step in (10, 20):
-        with program_of(comm, comm.size) as other:
+        with program_of(world.comm, world.size) as other:
             other.step = step
-            other.save(folder, keep=3)
-    path = program.save(folder, keep=1)
-    parallel_assert(comm, path.is_dir() and read_manifest(path).step == 0, str(path))
-    parallel_assert(comm, (folder / LATEST).read_text() == f"{path.name}\n")
-    parallel_assert(comm, program.load(folder).step == 0)
-    comm.Barrier()
-    aside = sorted(p.name for p in folder.glob("aside-*/step-*"))
-    parallel_assert(comm, aside == ["step-000000010", "step-000000020"], str(aside))
+            other.save(world.folder, keep=3)
+    path = program.save(world.folder, keep=1)
+    world.check(path.is_dir() and read_manifest(path).step == 0, str(path))
+    world.check((world.folder / LATEST).read_text() == f"{path.name}\n")
+    world.check(program.load(world.folder).step == 0)
+    world.comm.Barrier()
+    aside = sorted(p.name for p in world.folder.glob("aside-*/step-*"))
+    world.check(aside == ["step-000000010", "step-000000020"], str(aside))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("background", [False, True])
 def test_model_that_goes_back_leaves_the_line_it_has_left(
-    comm: MPI.Intracomm,
-    program: Program,
-    folder: Path,
-    background: bool,
-    caplog: pytest.LogCaptureFixture,
+    world: World, program: Program, background: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with program.checkpoints(folder, keep=3) as checkpoints:
+    with program.checkpoints(world.folder, keep=3) as checkpoints:
         for _ in range(3):
             program.train(2)
             checkpoints.save(program.step, program.extra())
-        on_root(comm, (folder / "best").symlink_to, "step-000000002")
-        checkpoints.load(folder / "best")
+        world.on_root((world.folder / "best").symlink_to, "step-000000002")
+        checkpoints.load(world.folder / "best")
         program.step = 2
-        parallel_assert(comm, len(Folder(folder).candidates()) == 3, "a load writes nothing")
-    with program.checkpoints(folder, keep=2, background=background) as checkpoints:
+        world.check(len(Folder(world.folder).candidates()) == 3, "a load writes nothing")
+    with program.checkpoints(world.folder, keep=2, background=background) as checkpoints:
         for _ in range(4):
             program.train(1)
             checkpoints.save(program.step, program.extra())
-    comm.Barrier()
-    parallel_assert(comm, steps(folder) == [6, 5], str(steps(folder)))
-    aside = sorted(p.name for p in folder.glob("aside-*/step-*"))
-    parallel_assert(comm, aside == ["step-000000004", "step-000000006"], str(aside))
+    world.comm.Barrier()
+    world.check(steps(world.folder) == [6, 5], str(steps(world.folder)))
+    aside = sorted(p.name for p in world.folder.glob("aside-*/step-*"))
+    world.check(aside == ["step-000000004", "step-000000006"], str(aside))
     told = caplog.text.count("set aside in")
-    parallel_assert(comm, told == (1 if comm.rank == 0 else 0), caplog.text)
+    world.check(told == (1 if world.rank == 0 else 0), caplog.text)
 
 
 def save_at(program: Program, folder: Path, *numbers: int) -> Path:
@@ -79,53 +68,53 @@ def save_at(program: Program, folder: Path, *numbers: int) -> Path:
 
 @pytest.mark.ranks(2)
 def test_corrupt_newest_goes_aside_and_is_not_what_retention_keeps(
-    comm: MPI.Intracomm, program: Program, folder: Path
+    world: World, program: Program
 ) -> None:
-    path = save_at(program, folder, 10, 20)
-    on_root(comm, flip_in, path, datasets(path)[0], 0)
-    found = program.load(folder)
+    path = save_at(program, world.folder, 10, 20)
+    world.on_root(flip_in, path, datasets(path)[0], 0)
+    found = program.load(world.folder)
     program.step = found.step + 1
-    path = program.save(folder, keep=1)
-    parallel_assert(comm, path.is_dir() and path.name == "step-000000011", str(path))
-    parallel_assert(comm, [p.name for p in Folder(folder).candidates()] == [path.name])
+    path = program.save(world.folder, keep=1)
+    world.check(path.is_dir() and path.name == "step-000000011", str(path))
+    world.check([p.name for p in Folder(world.folder).candidates()] == [path.name])
 
 
 @pytest.mark.ranks(1)
 def test_a_folder_that_nobody_keeps_small_may_hold_checkpoints_of_several_models(
-    comm: MPI.Intracomm, folder: Path
+    world: World,
 ) -> None:
     for step in (1, 2, 3, 3):
-        with program_of(comm, comm.size) as program:
-            save_at(program, folder, step)
-    parallel_assert(comm, steps(folder) == [3, 2, 1])
-    parallel_assert(comm, len(list(folder.glob("aside-*/step-000000003"))) == 1)
+        with program_of(world.comm, world.size) as program:
+            save_at(program, world.folder, step)
+    world.check(steps(world.folder) == [3, 2, 1])
+    world.check(len(list(world.folder.glob("aside-*/step-000000003"))) == 1)
 
 
 @pytest.mark.ranks(2)
 def test_copy_named_after_a_later_step_is_passed_over_unless_it_is_asked_for(
-    comm: MPI.Intracomm, program: Program, folder: Path, caplog: pytest.LogCaptureFixture
+    world: World, program: Program, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_at(program, folder, 5, 8)
-    copy = folder / "step-000000020"
-    on_root(comm, shutil.copytree, folder / "step-000000005", copy)
-    parallel_assert(comm, program.load(folder).step == 8)
-    parallel_assert(comm, program.load(copy).step == 5)
+    save_at(program, world.folder, 5, 8)
+    copy = world.folder / "step-000000020"
+    world.on_root(shutil.copytree, world.folder / "step-000000005", copy)
+    world.check(program.load(world.folder).step == 8)
+    world.check(program.load(copy).step == 5)
     told = "named after step 20 and holds step 5" in caplog.text
-    parallel_assert(comm, told is (comm.rank == 0), caplog.text)
+    world.check(told is (world.rank == 0), caplog.text)
 
 
 @pytest.mark.ranks(2)
 def test_model_that_comes_from_a_link_in_a_folder_is_of_that_folders_line(
-    comm: MPI.Intracomm, program: Program, folder: Path
+    world: World, program: Program
 ) -> None:
-    path, elsewhere = save_at(program, folder, 5, 8), folder / "elsewhere"
-    if comm.rank == 0:
+    path, elsewhere = save_at(program, world.folder, 5, 8), world.folder / "elsewhere"
+    if world.rank == 0:
         elsewhere.mkdir()
         path.rename(elsewhere / path.name)
         path.symlink_to(f"elsewhere/{path.name}")
-    comm.Barrier()
-    program.load(folder)
+    world.comm.Barrier()
+    program.load(world.folder)
     program.step = 9
-    program.save(folder, keep=3)
-    parallel_assert(comm, steps(folder) == [9, 8, 5], str(steps(folder)))
-    parallel_assert(comm, not list(folder.glob("aside-*")))
+    program.save(world.folder, keep=3)
+    world.check(steps(world.folder) == [9, 8, 5], str(steps(world.folder)))
+    world.check(not list(world.folder.glob("aside-*")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,10 +10,7 @@ import torch
 import hpczero
 from hpczero.checkpoint.__main__ import Verdict, verify
 from tests.golden import record_checkpoint as golden
-from tests.helpers.parallel import parallel_assert
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.world import World
 
 
 def test_it_is_sound_and_small() -> None:
@@ -30,20 +26,20 @@ def test_it_is_sound_and_small() -> None:
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_every_bit_comes_back(comm: MPI.Intracomm, topology: hpczero.Topology, stage: int) -> None:
+def test_every_bit_comes_back(world: World, stage: int) -> None:
     expected = json.loads(golden.EXPECTED.read_text())
-    model, optimizer = golden.build(topology, stage=stage)
+    model, optimizer = golden.build(world.topology, stage=stage)
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.zero_()
     loaded = hpczero.checkpoint.load(golden.FOLDER, model, optimizer)
-    found = golden.state_of(model, topology)
+    found = golden.state_of(model, world.topology)
     hpczero.release(model)
-    parallel_assert(comm, (loaded.step, loaded.extra) == (expected["step"], expected["extra"]))
-    parallel_assert(comm, loaded.path.name == expected["path"])
-    if comm.rank == 0:  # full_state_dict gives them to rank 0 alone
+    world.check((loaded.step, loaded.extra) == (expected["step"], expected["extra"]))
+    world.check(loaded.path.name == expected["path"])
+    if world.rank == 0:  # full_state_dict gives them to rank 0 alone
         assert found["values"] == expected["values"]
-    parallel_assert(comm, found["optimizer"] == expected["optimizer"])
-    parallel_assert(comm, found["options"] == expected["options"])
-    ranks = min(comm.size, 2)
-    parallel_assert(comm, found["random"][:ranks] == expected["random"][:ranks])
+    world.check(found["optimizer"] == expected["optimizer"])
+    world.check(found["options"] == expected["options"])
+    ranks = min(world.size, 2)
+    world.check(found["random"][:ranks] == expected["random"][:ranks])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +10,8 @@ from torch import nn
 
 import hpczero
 from hpczero import Offload
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, raises_on_all, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import adamw
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 SAID = "modified by an inplace operation"
@@ -37,7 +31,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("way", ["load", "import"])
 def test_backward_of_a_graph_from_before_is_torchs_error_on_all_ranks(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, way: str, stage: int, away: bool
+    world: World, way: str, stage: int, away: bool
 ) -> None:
     plain = made()
     loss = loss_of(plain)
@@ -47,23 +41,22 @@ def test_backward_of_a_graph_from_before_is_torchs_error_on_all_ranks(
 
     model: Any = made()
     optimizer = adamw(model)
-    parameters: Any = "disk" if stage == 3 else "device"
-    offload = Offload("disk", "disk", parameters, folder, 2**14, 4) if away and stage else None
-    options: dict[str, Any] = {} if offload is None else {"offload": offload}
-    with zeroified(model, optimizer, stage=stage, topology=topology, **options):
-        weights = folder / "weights.pt"
+    where: Any = "disk" if stage == 3 else "device"
+    offload = Offload("disk", "disk", where, world.folder, 2**14, 4) if away and stage else None
+    with world.zeroified(model, optimizer, stage=stage, offload=offload):
+        weights = world.folder / "weights.pt"
         if way == "load":
-            hpczero.checkpoint.save(folder / "saved", model, optimizer, step=1)
-        elif comm.rank == 0:
+            hpczero.checkpoint.save(world.folder / "saved", model, optimizer, step=1)
+        elif world.rank == 0:
             torch.save(made().state_dict(), weights)
-        comm.Barrier()
+        world.comm.Barrier()
         loss = loss_of(model)
         if way == "load":
-            hpczero.checkpoint.load(folder / "saved", model, optimizer)
+            hpczero.checkpoint.load(world.folder / "saved", model, optimizer)
         else:
             hpczero.checkpoint.import_weights(weights, model)
-        raises_on_all(comm, RuntimeError, SAID, loss.backward)
+        world.raises(RuntimeError, SAID, loss.backward)
         optimizer.zero_grad()
         loss_of(model).backward()
         optimizer.step()
-        parallel_assert(comm, bool(torch.isfinite(loss_of(model))))
+        world.check(bool(torch.isfinite(loss_of(model))))

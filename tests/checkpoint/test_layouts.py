@@ -27,8 +27,8 @@ from tests.checkpoint.layouts import (
     trained_by_torch,
 )
 from tests.checkpoint.programs import two_groups
-from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import same_state
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -111,23 +111,21 @@ STAGES = {name: next(STAGE) for name in LAYOUTS}
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_layout_has_trained_is_the_file_of_one_process(
-    comm: MPI.Intracomm, folder: Path, origin: Path, layout: str
+    world: World, origin: Path, layout: str
 ) -> None:
-    with program_of(comm, LAYOUTS[layout], stage=STAGES[layout]) as program:
+    with program_of(world.comm, LAYOUTS[layout], stage=STAGES[layout]) as program:
         if program is not None:
             program.train(STEPS)
-            save(program, folder / layout)
-    parallel_assert(comm, contents(folder / layout / origin.name) == contents(origin))
-    parallel_assert(comm, described(folder / layout / origin.name) == described(origin))
+            save(program, world.folder / layout)
+    world.check(contents(world.folder / layout / origin.name) == contents(origin))
+    world.check(described(world.folder / layout / origin.name) == described(origin))
 
 
 @pytest.mark.ranks(2, 4)
-def test_stages_that_have_layers_in_turn_write_the_same_file(
-    comm: MPI.Intracomm, folder: Path, origin: Path
-) -> None:
-    with program_of(comm, {"pipeline": comm.size}, stage=1, in_turn=True) as program:
+def test_stages_that_have_layers_in_turn_write_the_same_file(world: World, origin: Path) -> None:
+    with program_of(world.comm, {"pipeline": world.size}, stage=1, in_turn=True) as program:
         program.train(STEPS)
-        path = save(program, folder / "mine")
+        path = save(program, world.folder / "mine")
         wrong = differences(program, trained_by_torch(STEPS))
         means = {n: b for n, b in program.model.named_buffers() if n.endswith("mean")}
         for buffer in means.values():
@@ -137,31 +135,29 @@ def test_stages_that_have_layers_in_turn_write_the_same_file(
             layer = int(name.split(".")[1])
             if not torch.equal(buffer, torch.full((layer + 1,), 0.5 + layer)):
                 wrong.append(name)
-    parallel_assert(comm, not wrong, str(wrong))
-    parallel_assert(comm, contents(path) == contents(origin))
-    parallel_assert(comm, described(path) == described(origin))
+    world.check(not wrong, str(wrong))
+    world.check(contents(path) == contents(origin))
+    world.check(described(path) == described(origin))
 
 
 @pytest.mark.worth("any layout resumes from any other")
 @pytest.mark.ranks(4)
-def test_every_layout_goes_on_from_every_other(
-    comm: MPI.Intracomm, folder: Path, origin: Path
-) -> None:
+def test_every_layout_goes_on_from_every_other(world: World, origin: Path) -> None:
     """From one process to each layout; from the file of each to all of them, and from there to the file of before."""
     expected = trained_by_torch(STEPS)
     wrong: list[str] = []
     for layout, degrees in LAYOUTS.items():
-        go_on(comm, degrees, STAGES[layout], origin, folder / layout, expected, wrong)
-        if contents(folder / layout / origin.name) != contents(origin):
+        go_on(world.comm, degrees, STAGES[layout], origin, world.folder / layout, expected, wrong)
+        if contents(world.folder / layout / origin.name) != contents(origin):
             wrong.append(f"the file of {layout}")
     for layout, degrees in LAYOUTS.items():
-        with program_of(comm, degrees, stage=(STAGES[layout] + 1) % 4) as program:
+        with program_of(world.comm, degrees, stage=(STAGES[layout] + 1) % 4) as program:
             for other in LAYOUTS if program is not None else ():
                 program.train(1)  # so that there is something to replace
-                source = folder / other / origin.name
+                source = world.folder / other / origin.name
                 hpczero.checkpoint.load(source, program.model, program.optimizer)
                 wrong += [f"{other} to {layout}: {t}" for t in differences(program, expected)]
-    parallel_assert(comm, not wrong, str(wrong))
+    world.check(not wrong, str(wrong))
 
 
 def go_on(
@@ -195,68 +191,65 @@ WINDOW = 2**14
     "layout", ["tensor3", "tensor4", "tensor2_pipeline2", "tensor2_shard2", "pipeline2_replicate2"]
 )
 def test_parts_on_a_tier_are_saved_and_loaded_as_those_in_memory(
-    comm: MPI.Intracomm,
-    folder: Path,
-    origin: Path,
-    layout: str,
-    medium: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, origin: Path, layout: str, medium: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many rounds, many windows, and hardly one stays open."""
     monkeypatch.setattr(exchange, "ROUND_NBYTES", 3000)
     monkeypatch.setattr(held, "OPEN_NBYTES", WINDOW // 2)
-    scratch = folder if medium == "disk" else None
+    scratch = world.folder if medium == "disk" else None
     wrong: list[str] = []
     expected = trained_by_torch(STEPS)
-    target = folder / "target"
+    target = world.folder / "target"
     for fraction in (1.0, 0.4):
         away = Offload(medium, medium, medium, scratch, WINDOW, 4, fraction=fraction)
-        go_on(comm, LAYOUTS[layout], 3, origin, target, expected, wrong, offload=away)
+        go_on(world.comm, LAYOUTS[layout], 3, origin, target, expected, wrong, offload=away)
         if contents(target / origin.name) != contents(origin):
             wrong.append(f"the file, with {fraction} away")
-    go_on(comm, LAYOUTS[layout], 1, origin, folder / "memory", expected, wrong)
+    go_on(world.comm, LAYOUTS[layout], 1, origin, world.folder / "memory", expected, wrong)
     later = f"step-{STEPS + 1:09d}"
-    if contents(target / later) != contents(folder / "memory" / later):
+    if contents(target / later) != contents(world.folder / "memory" / later):
         wrong.append("the file of a step more")
-    parallel_assert(comm, not wrong, str(wrong))
+    world.check(not wrong, str(wrong))
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", ["tensor2_pipeline2", "tensor2_shard2", "pipeline2_replicate2"])
 def test_a_save_in_the_background_holds_the_values_of_its_step(
-    comm: MPI.Intracomm, folder: Path, origin: Path, layout: str
+    world: World, origin: Path, layout: str
 ) -> None:
     options: dict[str, Any] = {"slab_nbytes": SLAB_NBYTES, "background": True}
-    with program_of(comm, LAYOUTS[layout], stage=2) as program:
+    with program_of(world.comm, LAYOUTS[layout], stage=2) as program:
         program.train(STEPS)
-        with Checkpoints(folder / "mine", program.model, **options) as saved:
+        with Checkpoints(world.folder / "mine", program.model, **options) as saved:
             saved.save(program.step, {"step": program.step})
             program.train(2)
-    parallel_assert(comm, contents(folder / "mine" / origin.name) == contents(origin))
-    parallel_assert(comm, verify(folder / "mine" / origin.name).verdict is Verdict.SOUND)
+    world.check(contents(world.folder / "mine" / origin.name) == contents(origin))
+    world.check(verify(world.folder / "mine" / origin.name).verdict is Verdict.SOUND)
 
 
 @pytest.mark.ranks(4)
 def test_tensor_ranks_that_go_on_as_data_parallel_ranks_draw_different_numbers(
-    comm: MPI.Intracomm, folder: Path
+    world: World,
 ) -> None:
     """Tensor ranks have one random stream together, so that their dropout masks are the same."""
     drawn: dict[str, list[float]] = {}
     for name, degrees in (("tensor2", {"tensor": 2}), ("plain", {})):
-        topology = hpczero.Topology.create(comm, mesh=hpczero.Mesh.of(comm.size, **degrees))
+        topology = hpczero.Topology.create(world.comm, mesh=hpczero.Mesh.of(world.size, **degrees))
         program = Program(topology, stage=1)
         if name == "tensor2":
             torch.manual_seed(topology.data.rank)
             program.train(STEPS)
-            save(program, folder)
-        hpczero.checkpoint.load(folder / f"step-{STEPS:09d}", program.model, program.optimizer)
-        drawn[name] = comm.allgather(float(torch.rand(())))
+            save(program, world.folder)
+        hpczero.checkpoint.load(
+            world.folder / f"step-{STEPS:09d}", program.model, program.optimizer
+        )
+        drawn[name] = world.comm.allgather(float(torch.rand(())))
         program.close()
         topology.free()
     together, apart = drawn["tensor2"], drawn["plain"]
-    parallel_assert(comm, together[0] == together[1] != together[2] == together[3], str(together))
-    parallel_assert(comm, len(set(apart)) == 4, str(apart))
-    parallel_assert(comm, {apart[0], apart[2]} == set(together), str((apart, together)))
+    world.check(together[0] == together[1] != together[2] == together[3], str(together))
+    world.check(len(set(apart)) == 4, str(apart))
+    world.check({apart[0], apart[2]} == set(together), str((apart, together)))
 
 
 # --- models that hpczero itself cuts
@@ -300,30 +293,31 @@ def built(
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_gpt_is_saved_and_loaded_as_whole_by_every_layout(
-    comm: MPI.Intracomm, folder: Path, tied: bool
-) -> None:
+def test_a_gpt_is_saved_and_loaded_as_whole_by_every_layout(world: World, tied: bool) -> None:
     """First values without a step, then what one process has trained."""
     weights, wrong = None, []
-    with first_ranks(comm, {}) as topology:
+    with first_ranks(world.comm, {}) as topology:
         if topology is not None:
             model, optimizer = built(topology, 1, tied, seed=3)
-            hpczero.checkpoint.save(folder / "first", model, step=0)
+            hpczero.checkpoint.save(world.folder / "first", model, step=0)
             for step in range(2):
                 tokens = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(step))
                 model(tokens[:, :-1], tokens[:, 1:]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            hpczero.checkpoint.save(folder / "second", model, step=2)
+            hpczero.checkpoint.save(world.folder / "second", model, step=2)
             weights = hpczero.full_state_dict(model)
             hpczero.release(model)
-    first, second = folder / "first" / "step-000000000", folder / "second" / "step-000000002"
+    first, second = (
+        world.folder / "first" / "step-000000000",
+        world.folder / "second" / "step-000000002",
+    )
     for degrees, interleave in CUTS:
-        with first_ranks(comm, degrees) as topology:
+        with first_ranks(world.comm, degrees) as topology:
             if topology is None:
                 continue
             model, _ = built(topology, interleave, tied, seed=3)
-            place = folder / "mine" / str(degrees)
+            place = world.folder / "mine" / str(degrees)
             path = hpczero.checkpoint.save(place, model, step=0)
             if contents(path) != contents(first):
                 wrong.append(f"{degrees}: the file of first values")
@@ -335,4 +329,4 @@ def test_a_gpt_is_saved_and_loaded_as_whole_by_every_layout(
                 wrong.append(f"{degrees}: the weights")
             hpczero.release(model)
             close(model)
-    parallel_assert(comm, not wrong, str(wrong))
+    world.check(not wrong, str(wrong))

@@ -54,17 +54,21 @@ except CheckpointBusy as error:
 """
 
 
-def hold(folder: Path, *prefix: str, beat_s: float = 15.0, dead_s: float = DEAD_S) -> Any:
-    """A process that holds the lock until it is given a line; ``prefix`` starts it."""
+@contextlib.contextmanager
+def holding(
+    folder: Path, *prefix: str, beat_s: float = 15.0, dead_s: float = DEAD_S
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock inside, until it is given a line; ``prefix`` starts it."""
     words = [*prefix, sys.executable, "-c", HOLDS, str(folder), str(beat_s), str(dead_s)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    holder = subprocess.Popen(words, text=True, bufsize=1, **pipes)
-    assert holder.stdout is not None
-    if holder.stdout.readline() != "held\n":
-        holder.wait(30)
-        assert prefix, "the holder does not hold"
-        pytest.skip(f"{' '.join(prefix)}: not allowed here")
-    return holder
+    with subprocess.Popen(words, text=True, bufsize=1, **pipes) as holder:
+        try:
+            if holder.stdout and holder.stdout.readline() != "held\n":
+                assert prefix, "the holder does not hold"
+                pytest.skip(f"{' '.join(prefix)}: not allowed here")
+            yield holder
+        finally:
+            holder.kill()
 
 
 def die_holding(folder: Path, **environment: str) -> Path:
@@ -150,23 +154,39 @@ def test_lock_of_a_dead_process_is_taken_over_though_another_has_its_number(tmp_
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("age", "free"), [(0.0, False), (DEAD_S / 2, False), (2 * DEAD_S, True)])
-def test_holder_on_another_host_lives_as_long_as_it_beats(
-    tmp_path: Path, age: float, free: bool
+# Of whom nobody can tell whether they live: fields of a lock, or all that it says.
+UNKNOWN: list[dict[str, Any] | bytes] = [
+    {"host": "node99", "pid": os.getpid()},
+    {"namespace": "pid:[1]"},
+    {"boot": "another"},
+    {"boot": None},
+    b"",
+    b"[]",
+    b"[" * 10**6,
+    b"\xff\xfe{}",
+    b'{"pid": 1e9}',
+    b'{"pid": -1, "started": "1"}',
+]
+
+
+@pytest.mark.parametrize("said", UNKNOWN, ids=lambda said: repr(said)[:12])
+def test_holder_that_nobody_can_look_for_lives_as_long_as_it_beats(
+    tmp_path: Path, said: dict[str, Any] | bytes
 ) -> None:
     file = die_holding(tmp_path)
-    edit(file, host="node99", pid=os.getpid())
-    os.utime(file, (time.time() - age,) * 2)
-    if not free:
-        with pytest.raises(CheckpointBusy, match=f"process {os.getpid()} on node99"):
-            Lock(tmp_path).acquire()
-    assert is_free(tmp_path) is free
+    if isinstance(said, bytes):
+        file.write_bytes(said)
+    else:
+        edit(file, **said)
+    for age, free in ((0.0, False), (DEAD_S / 2, False), (2 * DEAD_S, True)):
+        os.utime(file, (time.time() - age,) * 2)
+        assert is_free(tmp_path) is free
 
 
 def test_living_holder_in_another_pid_namespace_is_not_taken_for_dead(tmp_path: Path) -> None:
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    holder = hold(tmp_path, "unshare", *user, "--pid", "--fork", "--mount-proc", "--kill-child")
-    try:
+    unshare = ("unshare", *user, "--pid", "--fork", "--mount-proc", "--kill-child")
+    with holding(tmp_path, *unshare) as holder:
         file = only_file(tmp_path)
         said = json.loads(file.read_text())
         assert said["host"] == socket.gethostname()
@@ -174,29 +194,15 @@ def test_living_holder_in_another_pid_namespace_is_not_taken_for_dead(tmp_path: 
         assert not is_free(tmp_path)
         os.utime(file, (time.time() - 2 * DEAD_S,) * 2)  # its heart stands still: it may be dead
         assert is_free(tmp_path)
-    finally:
-        holder.communicate("\n", timeout=30)
-
-
-@pytest.mark.parametrize("other", [{"namespace": "pid:[1]"}, {"boot": "another"}, {"boot": None}])
-def test_process_number_of_another_kernel_or_namespace_says_nothing(
-    tmp_path: Path, other: dict[str, str | None]
-) -> None:
-    file = die_holding(tmp_path)
-    edit(file, **other)
-    assert not is_free(tmp_path)
-    os.utime(file, (time.time() - 2 * DEAD_S,) * 2)
-    assert is_free(tmp_path)
 
 
 def test_holder_that_has_ended_and_is_not_reaped_is_dead(tmp_path: Path) -> None:
-    holder = hold(tmp_path)
-    holder.kill()
-    deadline = time.monotonic() + 10  # it becomes a zombie: nobody has waited for it
-    while time.monotonic() < deadline and not is_free(tmp_path):
-        time.sleep(0.01)
-    assert is_free(tmp_path)
-    holder.communicate()
+    with holding(tmp_path) as holder:
+        holder.kill()
+        deadline = time.monotonic() + 10  # it becomes a zombie: nobody has waited for it
+        while time.monotonic() < deadline and not is_free(tmp_path):
+            time.sleep(0.01)
+        assert is_free(tmp_path)
 
 
 def test_patience_outlasts_a_silent_holder_and_ends_with_the_first_beat_of_a_living_one(
@@ -213,34 +219,12 @@ def test_patience_outlasts_a_silent_holder_and_ends_with_the_first_beat_of_a_liv
     lock.acquire(patience_s=30.0)
     lock.check()
     lock.release()
-    holder = hold(tmp_path / "lives", beat_s=0.2)
-    try:
+    with holding(tmp_path / "lives", beat_s=0.2):
         edit(only_file(tmp_path / "lives"), host="node99")
         began = time.monotonic()
-        with pytest.raises(CheckpointBusy, match="on node99"):
+        with pytest.raises(CheckpointBusy, match=r"process \d+ on node99"):
             Lock(tmp_path / "lives").acquire(patience_s=60.0)
         assert time.monotonic() - began < 10.0
-    finally:
-        holder.communicate("\n", timeout=30)
-
-
-CONTENTS = (
-    b"",
-    b"[]",
-    b"[" * 10**6,
-    b"\xff\xfe{}",
-    b'{"pid": 1e9}',
-    b'{"pid": -1, "started": "1"}',
-)
-
-
-@pytest.mark.parametrize("content", CONTENTS, ids=lambda content: repr(content[:9]))
-def test_a_lock_that_says_nothing_counts_until_it_is_old(tmp_path: Path, content: bytes) -> None:
-    file = die_holding(tmp_path)
-    file.write_bytes(content)
-    assert not is_free(tmp_path)
-    os.utime(file, (1e9, 1e9))
-    assert is_free(tmp_path)
 
 
 @pytest.mark.limit(20)
@@ -370,24 +354,17 @@ def test_of_racers_for_a_stale_lock_exactly_one_wins(tmp_path: Path) -> None:
     assert not [file for number in range(ROUNDS) for file in (tmp_path / str(number)).iterdir()]
 
 
-def taken_for_dead(file: Path, age_s: float = 2 * DEAD_S) -> None:
-    """To others it looks like a job on another host that has not been heard of for long."""
-    edit(file, host="elsewhere")
-    os.utime(file, (0, time.time() - age_s))
-
-
 def test_a_holder_that_stood_still_and_was_taken_for_dead_learns_why(tmp_path: Path) -> None:
-    holder = hold(tmp_path, beat_s=0.05, dead_s=1.0)
-    try:
+    with holding(tmp_path, beat_s=0.05, dead_s=1.0) as holder:
         holder.send_signal(signal.SIGSTOP)
-        taken_for_dead(only_file(tmp_path))
+        file = only_file(tmp_path)
+        edit(file, host="elsewhere")
+        os.utime(file, (0, time.time() - 2 * DEAD_S))
         with Lock(tmp_path) as other:
             time.sleep(1.2)
             holder.send_signal(signal.SIGCONT)
             said, _ = holder.communicate("\n", timeout=30)
             other.check()
-    finally:
-        holder.kill()
     assert "this job has shown no life for 1 s" in said
     assert f"is held by process {os.getpid()} on" in said
 

@@ -24,19 +24,14 @@ from hpczero.errors import (
 from tests.checkpoint.damage import datasets, flip_in
 from tests.checkpoint.programs import OPTIMIZERS, state_digests
 from tests.checkpoint.test_reshard import save_and_load
-from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import (
     MLP,
     adamw,
     mlp_backward,
-    raises_on_all,
-    same_state,
-    zeroified,
 )
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
@@ -59,29 +54,37 @@ def cramped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-def test_a_checkpoint_does_not_know_where_state_rested(
-    comm: MPI.Intracomm, folder: Path, optimizer: str
-) -> None:
-    away = on_disk(folder / "scratch")
-    save_and_load(comm, folder / "a", (comm.size, away), (comm.size - 1, {"stage": 2}), optimizer)
-    save_and_load(comm, folder / "b", (comm.size - 1, {"stage": 0}), (comm.size, away), optimizer)
+def test_a_checkpoint_does_not_know_where_state_rested(world: World, optimizer: str) -> None:
+    away = on_disk(world.folder / "scratch")
+    save_and_load(
+        world.comm,
+        world.folder / "a",
+        (world.size, away),
+        (world.size - 1, {"stage": 2}),
+        optimizer,
+    )
+    save_and_load(
+        world.comm,
+        world.folder / "b",
+        (world.size - 1, {"stage": 0}),
+        (world.size, away),
+        optimizer,
+    )
     flat = {**away, "transport": "flat"}
-    save_and_load(comm, folder / "c", (comm.size, flat), (comm.size, flat), optimizer)
+    save_and_load(world.comm, world.folder / "c", (world.size, flat), (world.size, flat), optimizer)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_nor_which_parts_did(comm: MPI.Intracomm, folder: Path, stage: int, precision: str) -> None:
+def test_nor_which_parts_did(world: World, stage: int, precision: str) -> None:
     offload = Offload("host", window=WINDOW, buffers=3)
     away = {"stage": stage, "precision": precision, "offload": offload}
-    save_and_load(comm, folder / "a", (comm.size, away), (comm.size, away))
+    save_and_load(world.comm, world.folder / "a", (world.size, away), (world.size, away))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_nor_which_units_did(
-    comm: MPI.Intracomm, folder: Path, parts: int, precision: str, cramped: None
-) -> None:
+def test_nor_which_units_did(world: World, parts: int, precision: str, cramped: None) -> None:
     """A part of the units in memory: saved and loaded with others there, or with none."""
     where: Any = "host" if parts == 3 else "device"
     kinds: list[dict[str, Any]] = []
@@ -91,23 +94,21 @@ def test_nor_which_units_did(
     plain = {"stage": 2, "precision": precision}
     pairs = [(kinds[0], kinds[1]), (kinds[1], plain), (plain, kinds[0])]
     for place, (one, other) in enumerate(pairs):
-        save_and_load(comm, folder / str(place), (comm.size, one), (comm.size, other))
+        save_and_load(world.comm, world.folder / str(place), (world.size, one), (world.size, other))
 
 
-def test_state_that_was_cleared_is_not_in_the_file(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
+def test_state_that_was_cleared_is_not_in_the_file(world: World) -> None:
     """Of one unit; what lay on the tier before is no state of it."""
     found = []
-    for place, options in enumerate(({}, on_disk(folder / "scratch"))):
-        program = Trained(topology, 2, **options)
+    for place, options in enumerate(({}, on_disk(world.folder / "scratch"))):
+        program = Trained(world.topology, 2, **options)
         for piece in hpczero.sharding(program.model).units[1].shards:
             program.optimizer.state[piece].clear()
-        path = program.save(folder / str(place))
-        comm.Barrier()
+        path = program.save(world.folder / str(place))
+        world.comm.Barrier()
         found.append(state_digests(path))
         program.close()
-    parallel_assert(comm, found[0] == found[1])
+    world.check(found[0] == found[1])
 
 
 class Trained:
@@ -158,60 +159,54 @@ class Trained:
 @pytest.mark.usefixtures("cramped")
 @pytest.mark.parametrize("parameters", ["disk", "device"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_rounds_and_windows_do_not_matter(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, precision: str, parameters: Any
-) -> None:
+def test_rounds_and_windows_do_not_matter(world: World, precision: str, parameters: Any) -> None:
     """From memory to the tier, from there to another tier, and back to memory; two more steps at the end."""
-    away = Offload("disk", "disk", parameters, folder, WINDOW, buffers=4)
+    away = Offload("disk", "disk", parameters, world.folder, WINDOW, buffers=4)
     options: list[Offload | None] = [None, away, away, None]
-    program = Trained(topology, 3, precision=precision)
-    expected, path = program.bits(), program.save(folder / "0")
+    program = Trained(world.topology, 3, precision=precision)
+    expected, path = program.bits(), program.save(world.folder / "0")
     digests = state_digests(path)
     program.train(2)
     later = program.weights()
     program.close()
     for place, offload in enumerate(options[1:]):
-        program = Trained(topology, 1, precision=precision, offload=offload)
-        parallel_assert(comm, program.bits() != expected)
-        program.load(folder / str(place))
-        parallel_assert(comm, program.bits() == expected, f"load {place}")
-        path = program.save(folder / str(place + 1))
-        comm.Barrier()
-        parallel_assert(comm, state_digests(path) == digests, f"save {place}")
+        program = Trained(world.topology, 1, precision=precision, offload=offload)
+        world.check(program.bits() != expected)
+        program.load(world.folder / str(place))
+        world.check(program.bits() == expected, f"load {place}")
+        path = program.save(world.folder / str(place + 1))
+        world.comm.Barrier()
+        world.check(state_digests(path) == digests, f"save {place}")
         program.train(2)
-        parallel_assert(comm, program.weights() == later, f"steps {place}")
+        world.check(program.weights() == later, f"steps {place}")
         program.close()
 
 
-def test_a_damaged_checkpoint_leaves_the_model_as_it_was(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    program = Trained(topology, 2, **on_disk(folder / "scratch"))
-    path = program.save(folder / "a")
+def test_a_damaged_checkpoint_leaves_the_model_as_it_was(world: World) -> None:
+    program = Trained(world.topology, 2, **on_disk(world.folder / "scratch"))
+    path = program.save(world.folder / "a")
     program.train(1)
     before = program.bits()
     for dataset in datasets(path):
-        on_root(comm, flip_in, path, dataset, dataset.numel - 1)
-        raises_on_all(comm, CorruptCheckpoint, dataset.name, program.load, path)
-        parallel_assert(comm, program.bits() == before, dataset.name)
-        on_root(comm, flip_in, path, dataset, dataset.numel - 1)
+        world.on_root(flip_in, path, dataset, dataset.numel - 1)
+        world.raises(CorruptCheckpoint, dataset.name, program.load, path)
+        world.check(program.bits() == before, dataset.name)
+        world.on_root(flip_in, path, dataset, dataset.numel - 1)
     program.train(1)  # nobody doubts it
     program.close()
 
 
-def test_values_beyond_the_precision_are_refused_before_anything_is_changed(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    program = Trained(topology, 1)
+def test_values_beyond_the_precision_are_refused_before_anything_is_changed(world: World) -> None:
+    program = Trained(world.topology, 1)
     with hpczero.gathered(program.model, modifier_rank=0), torch.no_grad():
         next(iter(program.model.parameters()))[-1, 2] = 3.4e38  # rounds to infinity in bf16
-    path = program.save(folder / "a")
+    path = program.save(world.folder / "a")
     program.close()
-    program = Trained(topology, 2, precision="bf16", **on_disk(folder / "scratch"))
+    program = Trained(world.topology, 2, precision="bf16", **on_disk(world.folder / "scratch"))
     before = program.bits()
     pattern = r"layers.0.0.weight\[.* holds 3.4e\+38, which torch.bfloat16 cannot"
-    raises_on_all(comm, CheckpointMismatch, pattern, program.load, path)
-    parallel_assert(comm, program.bits() == before)
+    world.raises(CheckpointMismatch, pattern, program.load, path)
+    world.check(program.bits() == before)
     program.close()
 
 
@@ -235,68 +230,60 @@ def failing_on(
 @pytest.mark.usefixtures("cramped")
 @pytest.mark.parametrize("after", [0, 9])
 def test_a_tier_that_cannot_be_read_fails_the_save_on_all_ranks_and_nothing_else(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    after: int,
+    world: World, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    program = Trained(topology, 2, **on_disk(folder / "scratch"))
+    program = Trained(world.topology, 2, **on_disk(world.folder / "scratch"))
     before = program.bits()
     store = hpczero.sharding(program.model).away.store
     assert store is not None
     with monkeypatch.context() as patch:
-        if comm.rank == comm.size - 1:
+        if world.rank == world.size - 1:
             failing_on(patch, store.tier, "_read", after, TierError("got 3 bytes: EIO"))
-        raises_on_all(comm, CheckpointNotWritten, "EIO; older", program.save, folder / "a")
-    parallel_assert(comm, not list((folder / "a").glob("step-*")))
-    parallel_assert(comm, program.bits() == before, "the model")
+        world.raises(CheckpointNotWritten, "EIO; older", program.save, world.folder / "a")
+    world.check(not list((world.folder / "a").glob("step-*")))
+    world.check(program.bits() == before, "the model")
     program.train(1)
-    program.save(folder / "a")
+    program.save(world.folder / "a")
     program.train(1)
-    program.load(folder / "a")  # its blocks have all come back
+    program.load(world.folder / "a")  # its blocks have all come back
     program.close()
 
 
 @pytest.mark.usefixtures("cramped")
 @pytest.mark.parametrize("after", [0, 3, 12])
 def test_a_tier_that_cannot_be_written_fails_the_load_on_all_ranks_and_nobody_goes_on(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    after: int,
+    world: World, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    program = Trained(topology, 2, **on_disk(folder / "scratch"))
-    path = program.save(folder / "a")
+    program = Trained(world.topology, 2, **on_disk(world.folder / "scratch"))
+    path = program.save(world.folder / "a")
     saved = program.bits()
     program.train(1)
     later = program.weights()
     store = hpczero.sharding(program.model).away.store
     assert store is not None
     with monkeypatch.context() as patch:
-        if comm.rank == comm.size - 1:
+        if world.rank == world.size - 1:
             failing_on(patch, store.tier, "_write", after, TierError("ENOSPC"))
-        raises_on_all(comm, TierError, "ENOSPC", program.load, path)
-    raises_on_all(comm, StepError, "load a checkpoint", program.weights)
+        world.raises(TierError, "ENOSPC", program.load, path)
+    world.raises(StepError, "load a checkpoint", program.weights)
     with pytest.raises(StepError, match="load a checkpoint"):
         program.train(1)
     program.load(path)
-    parallel_assert(comm, program.bits() == saved)
+    world.check(program.bits() == saved)
     program.train(1)
-    parallel_assert(comm, program.weights() == later)
+    world.check(program.weights() == later)
     program.close()
 
 
 def test_what_breaks_between_the_two_readings_is_not_trained_on(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest checkpoint is found sound and then cannot be read: an older one is gone on from, or nobody goes on."""
-    program = Trained(topology, 1, **on_disk(folder / "scratch"))
-    program.save(folder / "a")
+    program = Trained(world.topology, 1, **on_disk(world.folder / "scratch"))
+    program.save(world.folder / "a")
     first = program.bits()
     program.train(1)
-    newest = program.save(folder / "a")
+    newest = program.save(world.folder / "a")
     program.train(1)
 
     def break_later(patch: pytest.MonkeyPatch) -> None:
@@ -315,26 +302,26 @@ def test_what_breaks_between_the_two_readings_is_not_trained_on(
 
     with monkeypatch.context() as patch:
         break_later(patch)
-        raises_on_all(comm, CorruptCheckpoint, "has gone bad", program.load, newest)
-        raises_on_all(comm, StepError, "load a checkpoint", program.weights)
+        world.raises(CorruptCheckpoint, "has gone bad", program.load, newest)
+        world.raises(StepError, "load a checkpoint", program.weights)
     with monkeypatch.context() as patch:
         break_later(patch)
-        program.load(folder / "a")
-    parallel_assert(comm, program.step == 1)
-    parallel_assert(comm, program.bits() == first)
+        program.load(world.folder / "a")
+    world.check(program.step == 1)
+    world.check(program.bits() == first)
     program.train(1)
     program.close()
 
 
 def test_weights_that_cannot_be_read_are_one_error_on_all_ranks(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MLP(SIZES)
-    with zeroified(model, adamw(model), topology=topology, **on_disk(folder / "scratch")) as state:
+    with world.zeroified(model, adamw(model), **on_disk(world.folder / "scratch")) as state:
         assert state.away.store is not None
         expected = hpczero.full_state_dict(model)
         with monkeypatch.context() as patch:
-            if comm.rank == comm.size - 1:
+            if world.rank == world.size - 1:
                 failing_on(patch, state.away.store.tier, "_read", 2, TierError("EIO"))
-            raises_on_all(comm, TierError, "EIO", hpczero.full_state_dict, model)
-        parallel_assert(comm, same_state(hpczero.full_state_dict(model), expected))
+            world.raises(TierError, "EIO", hpczero.full_state_dict, model)
+        world.check_state(hpczero.full_state_dict(model), expected)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,17 +15,12 @@ from torch import nn
 import hpczero
 from hpczero.checkpoint import Checkpoints
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.small_models import MLP, adamw, mlp_steps
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
-Groups = list[list[nn.Parameter]]
-
-GROUPS: dict[str, Callable[[MLP], Groups]] = {
+GROUPS: dict[str, Callable[[MLP], list[list[nn.Parameter]]]] = {
     "weights, biases": lambda m: [
         [p for p in m.parameters() if p.dim() > 1],
         [p for p in m.parameters() if p.dim() <= 1],
@@ -35,7 +30,7 @@ GROUPS: dict[str, Callable[[MLP], Groups]] = {
 }
 
 
-def grouped(model: MLP, way: str) -> torch.optim.Optimizer:
+def grouped(model: MLP, way: str = "weights, biases") -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": group} for group in GROUPS[way](model)], lr=0.1)
 
 
@@ -46,15 +41,11 @@ def grouped(model: MLP, way: str) -> torch.optim.Optimizer:
         ("first, rest", r"layers.0.0.bias is in group 1 .* checkpoint and in group 0 here"),
     ],
 )
-def test_groups_of_other_members_are_refused(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, way: str, pattern: str
-) -> None:
-    model = MLP()
-    with zeroified(model, grouped(model, "weights, biases"), topology=topology):
-        hpczero.checkpoint.save(folder, model, step=1)
-    model = MLP()
-    with zeroified(model, grouped(model, way), topology=topology):
-        raises_on_all(comm, CheckpointMismatch, pattern, hpczero.checkpoint.load, folder, model)
+def test_groups_of_other_members_are_refused(world: World, way: str, pattern: str) -> None:
+    with world.mlp(grouped) as (model, _):
+        hpczero.checkpoint.save(world.folder, model, step=1)
+    with world.mlp(partial(grouped, way=way)) as (model, _):
+        world.raises(CheckpointMismatch, pattern, hpczero.checkpoint.load, world.folder, model)
 
 
 class Tied(nn.Module):
@@ -62,8 +53,7 @@ class Tied(nn.Module):
 
     def __init__(self, first: str, second: str, *, frozen: bool) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        weight = nn.Parameter(torch.randn(5, 3, generator=generator))
+        weight = nn.Parameter(torch.ones(5, 3))
         for name in (first, second):
             self.add_module(name, nn.Linear(3, 5, bias=False))
             self.get_submodule(name).weight = weight
@@ -72,18 +62,17 @@ class Tied(nn.Module):
 
 
 def test_groups_are_those_of_tied_parameters_by_either_name_and_not_of_frozen_ones(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    world: World,
 ) -> None:
     for names, frozen in ((("a", "b"), False), (("b", "a"), True)):
         model = Tied(*names, frozen=frozen)
         last = [p for p in model.last.parameters() if p.requires_grad]
         groups = [{"params": last}, {"params": [model.get_parameter(f"{names[0]}.weight")]}]
-        with zeroified(model, torch.optim.AdamW(groups, lr=0.1), topology=topology):
+        with world.zeroified(model, torch.optim.AdamW(groups, lr=0.1)):
             if frozen:
-                step = hpczero.checkpoint.load(folder, model).step
-                parallel_assert(comm, step == 1)
+                world.check(hpczero.checkpoint.load(world.folder, model).step == 1)
             else:
-                hpczero.checkpoint.save(folder, model, step=1)
+                hpczero.checkpoint.save(world.folder, model, step=1)
 
 
 # The option, what it is at the save, and what stands there at the load.
@@ -95,11 +84,7 @@ NUMBERS: dict[str, tuple[str, Any, Any]] = {
     "a number of NumPy": ("count", np.int64(7), 0),
     "a pair of NumPy": ("betas", (np.float32(0.5), 0.25), (np.float32(0.9), 0.999)),
     "tensors": ("betas", (torch.tensor(0.5), torch.tensor(0.25)), (0.9, 0.999)),
-    "tensors there": (
-        "betas",
-        (torch.tensor(0.5), torch.tensor(0.25)),
-        (torch.tensor(0.9), torch.tensor(0.999)),
-    ),
+    "tensors there": ("betas", (torch.tensor(0.5), 0.25), (torch.tensor(0.9), torch.tensor(0.999))),
     "nested": ("own", ((1, (np.float32(0.5),)), "a"), ((2, (0.25,)), "b")),
     "a dictionary": ("own", {"a": 1, 2: (np.float32(0.5),)}, {"a": 3, 2: (0.25,)}),
     "without end": ("own", (math.inf, -math.inf), (1.0, 1.0)),
@@ -109,25 +94,20 @@ NUMBERS: dict[str, tuple[str, Any, Any]] = {
 @pytest.mark.parametrize("case", NUMBERS)
 @pytest.mark.parametrize("background", [False, True])
 def test_numbers_of_numpy_and_torch_come_back_as_what_the_optimizer_has(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, case: str, background: bool
+    world: World, case: str, background: bool
 ) -> None:
     name, given, there = NUMBERS[case]
-    model = MLP()
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, topology=topology):
+    with world.mlp(adamw) as (model, optimizer):
         optimizer.param_groups[0] |= {name: given, "nan": math.nan}
-        with Checkpoints(folder, model, background=background) as checkpoints:
+        with Checkpoints(world.folder, model, background=background) as checkpoints:
             checkpoints.save(1)
         optimizer.param_groups[0] |= {name: there, "nan": 1.0}
-        hpczero.checkpoint.load(folder, model)
+        hpczero.checkpoint.load(world.folder, model)
         found = optimizer.param_groups[0][name]
-    parallel_assert(
-        comm, found == given and math.isnan(optimizer.param_groups[0]["nan"]), f"{found}"
-    )
-    parallel_assert(comm, type(found) is type(there), repr(found))
+    world.check(found == given and math.isnan(optimizer.param_groups[0]["nan"]), f"{found}")
+    world.check(type(found) is type(there), repr(found))
     if isinstance(there, tuple):
-        kinds = [(type(a), type(b)) for a, b in zip(found, there, strict=True)]
-        parallel_assert(comm, all(a is b for a, b in kinds), repr(found))
+        world.check([*map(type, found)] == [*map(type, there)], repr(found))
 
 
 DATA: dict[str, tuple[Any, str]] = {
@@ -145,69 +125,57 @@ DATA: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", DATA)
 @pytest.mark.parametrize("background", [False, True])
 def test_option_that_cannot_be_kept_is_refused_with_its_group(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, case: str, background: bool
+    world: World, case: str, background: bool
 ) -> None:
     value, got = DATA[case]
-    model = MLP()
-    optimizer = grouped(model, "weights, biases")
-    with zeroified(model, optimizer, topology=topology):
+    with world.mlp(grouped) as (model, optimizer):
         optimizer.param_groups[1]["own"] = value
-        checkpoints = Checkpoints(folder, model, background=background)
+        checkpoints = Checkpoints(world.folder, model, background=background)
         pattern = rf"option 'own' of group 1 of the optimizer.*{got}"
-        raises_on_all(comm, CheckpointError, pattern, checkpoints.save, 1)
-        parallel_assert(comm, not list(folder.glob("step-*")))
+        world.raises(CheckpointError, pattern, checkpoints.save, 1)
+        world.check(not list(world.folder.glob("step-*")))
         checkpoints.close()
 
 
 def test_functions_among_the_options_are_told_of_once(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = MLP()
-    optimizer = grouped(model, "weights, biases")
-    with zeroified(model, optimizer, topology=topology):
+    with world.mlp(grouped) as (model, optimizer):
         optimizer.param_groups[1]["own"] = keep = lambda x: x
         for step in (1, 2):
-            hpczero.checkpoint.save(folder, model, step=step)
-        hpczero.checkpoint.load(folder, model)
-        parallel_assert(comm, optimizer.param_groups[1]["own"] is keep)
-    told = [r.getMessage() for r in caplog.records if "option 'own'" in r.getMessage()]
-    parallel_assert(comm, len(told) == (1 if comm.rank == 0 else 0), str(told))
-    parallel_assert(comm, comm.rank != 0 or "function" in told[0], str(told))
+            hpczero.checkpoint.save(world.folder, model, step=step)
+        hpczero.checkpoint.load(world.folder, model)
+        world.check(optimizer.param_groups[1]["own"] is keep)
+    world.check_told(caplog, "option 'own'")
+    world.check(("function" in caplog.text) is (world.rank == 0), caplog.text)
 
 
 def test_checkpoint_without_optimizer_state_is_told_of_by_whoever_has_an_optimizer(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = MLP()
-    with zeroified(model, None, topology=topology):
-        path = hpczero.checkpoint.save(folder, model, step=1)
-        hpczero.checkpoint.load(folder, model)
-    parallel_assert(comm, not caplog.records, caplog.text)
-    model = MLP()
-    with zeroified(model, adamw(model), topology=topology):
+    with world.mlp(None) as (model, _):
+        path = hpczero.checkpoint.save(world.folder, model, step=1)
+        hpczero.checkpoint.load(world.folder, model)
+    world.check(not caplog.records, caplog.text)
+    with world.mlp(adamw) as (model, _):
         for _ in range(2):
-            hpczero.checkpoint.load(folder, model)
-    told = [r.getMessage() for r in caplog.records if "no optimizer state" in r.getMessage()]
-    parallel_assert(comm, len(told) == (1 if comm.rank == 0 else 0), str(told))
-    parallel_assert(comm, comm.rank != 0 or str(path) in told[0], str(told))
+            hpczero.checkpoint.load(world.folder, model)
+    world.check_told(caplog, f"{path}: holds no optimizer state")
 
 
 def test_weights_alone_do_not_take_the_place_of_a_checkpoint_with_optimizer_state(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+    world: World,
 ) -> None:
-    model = MLP()
-    with zeroified(model, adamw(model), topology=topology) as sharding:
-        mlp_backward(model, comm.rank)
-        sharding.optimizer.step()  # type: ignore[union-attr]
-        path = hpczero.checkpoint.save(folder, model, step=5)
+    with world.mlp(adamw) as (model, optimizer):
+        mlp_steps(model, optimizer, world.rank)
+        path = hpczero.checkpoint.save(world.folder, model, step=5)
     before = (path / "manifest.json").read_text()
-    model = MLP()
-    with zeroified(model, None, topology=topology):
-        hpczero.checkpoint.load(folder, model)
+    with world.mlp(None) as (model, _):
+        hpczero.checkpoint.load(world.folder, model)
         for background in (False, True):
-            with Checkpoints(folder, model, background=background) as checkpoints:
+            with Checkpoints(world.folder, model, background=background) as checkpoints:
                 pattern = rf"{path}: holds the state of AdamW.* another directory or another step"
-                raises_on_all(comm, ConfigError, pattern, checkpoints.save, 5)
-        parallel_assert(comm, (path / "manifest.json").read_text() == before)
-        for step in (6, 6):
-            hpczero.checkpoint.save(folder, model, step=step)
+                world.raises(ConfigError, pattern, checkpoints.save, 5)
+        world.check((path / "manifest.json").read_text() == before)
+        for _ in range(2):
+            hpczero.checkpoint.save(world.folder, model, step=6)

@@ -6,8 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h5py
 import pytest
@@ -15,8 +14,7 @@ import torch
 from torch import nn
 
 import hpczero
-from hpczero.checkpoint.disk.folder import read_manifest
-from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
+from hpczero.checkpoint.disk.format import STATE_FILE
 from hpczero.checkpoint.foreign.exporting import export
 from hpczero.errors import (
     EXIT_MISCONFIGURED,
@@ -26,13 +24,10 @@ from hpczero.errors import (
     CheckpointNotWritten,
     ConfigError,
 )
-from tests.checkpoint.damage import fingerprint, values_of
+from tests.checkpoint.damage import fingerprint, later_version, values_of
 from tests.checkpoint.programs import Program
-from tests.helpers.parallel import on_root, parallel_assert
-from tests.helpers.small_models import MLP, adamw, raises_on_all, same_state, sgd, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.small_models import MLP, adamw, sgd
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
@@ -110,66 +105,54 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("difference", OTHERS)
-def test_another_model_is_refused_with_a_list_of_differences(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, difference: str
-) -> None:
+def test_another_model_is_refused_with_a_list_of_differences(world: World, difference: str) -> None:
     theirs, ours, pattern = OTHERS[difference]
     ours = dict(ours)
     kind, groups = ours.pop("kind", AdamW), ours.pop("groups", 1)
-    model, _ = sharded(topology, AdamW, 1, **theirs)
-    hpczero.checkpoint.save(folder, model, step=1)
-    hpczero.checkpoint.save(folder, model, step=2)
+    model, _ = sharded(world.topology, AdamW, 1, **theirs)
+    hpczero.checkpoint.save(world.folder, model, step=1)
+    hpczero.checkpoint.save(world.folder, model, step=2)
     hpczero.release(model)
-    model, optimizer = sharded(topology, kind, groups, **ours)
+    model, optimizer = sharded(world.topology, kind, groups, **ours)
     before = values(model)
-    load = partial(hpczero.checkpoint.load, folder, model, optimizer)
-    said = raises_on_all(comm, CheckpointMismatch, pattern, load)
-    parallel_assert(comm, "step-000000002" in said, said)  # and did not fall back to step 1
-    parallel_assert(comm, all(map(torch.equal, before, values(model))))
-    parallel_assert(comm, not optimizer.state)
-    parallel_assert(comm, CheckpointMismatch.exit_code == EXIT_MISCONFIGURED)
+    load = partial(hpczero.checkpoint.load, world.folder, model, optimizer)
+    said = world.raises(CheckpointMismatch, pattern, load)
+    world.check("step-000000002" in said, said)  # and did not fall back to step 1
+    world.check(all(map(torch.equal, before, values(model))))
+    world.check(not optimizer.state)
+    world.check(CheckpointMismatch.exit_code == EXIT_MISCONFIGURED)
     hpczero.release(model)
 
 
-def test_what_was_trained_may_be_frozen_now(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
-) -> None:
-    model, _ = sharded(topology, AdamW, 1)
-    hpczero.checkpoint.save(folder, model, step=1)
+def test_what_was_trained_may_be_frozen_now(world: World) -> None:
+    model, _ = sharded(world.topology, AdamW, 1)
+    hpczero.checkpoint.save(world.folder, model, step=1)
     expected = hpczero.full_state_dict(model)
     hpczero.release(model)
-    model, _ = sharded(topology, AdamW, 1, frozen=True)
-    hpczero.checkpoint.load(folder, model)
+    model, _ = sharded(world.topology, AdamW, 1, frozen=True)
+    hpczero.checkpoint.load(world.folder, model)
     found = hpczero.full_state_dict(model)
     hpczero.release(model)
-    parallel_assert(comm, same_state(found, expected))
-
-
-def later(path: Path) -> None:
-    manifest = read_manifest(path)
-    text = type(manifest)(**{**manifest.__dict__, "version": 2}).to_json()
-    (path / MANIFEST_FILE).write_text(text)
+    world.check_state(found, expected)
 
 
 def test_later_version_asks_for_an_upgrade_and_nothing_older_is_taken(
-    comm: MPI.Intracomm, program: Program, folder: Path
+    world: World, program: Program
 ) -> None:
-    program.save(folder)
+    program.save(world.folder)
     program.train(1)
-    on_root(comm, later, program.save(folder))
+    world.on_root(later_version, program.save(world.folder))
     before = fingerprint(program)
-    raises_on_all(comm, CheckpointMismatch, "upgrade hpczero", program.load, folder)
-    parallel_assert(comm, fingerprint(program) == before)
+    world.raises(CheckpointMismatch, "upgrade hpczero", program.load, world.folder)
+    world.check(fingerprint(program) == before)
 
 
-def test_an_empty_folder_has_nothing_to_load(
-    comm: MPI.Intracomm, program: Program, folder: Path
-) -> None:
-    for path in (folder, folder / "missing"):
-        raises_on_all(comm, ConfigError, f"{path}: no checkpoint there", program.load, path)
+def test_an_empty_folder_has_nothing_to_load(world: World, program: Program) -> None:
+    for path in (world.folder, world.folder / "missing"):
+        world.raises(ConfigError, f"{path}: no checkpoint there", program.load, path)
         with program.checkpoints(path) as checkpoints:
-            parallel_assert(comm, checkpoints.load() is None)
-    parallel_assert(comm, not (folder / "missing").exists())
+            world.check(checkpoints.load() is None)
+    world.check(not (world.folder / "missing").exists())
 
 
 class Keeps(torch.optim.Optimizer):
@@ -197,41 +180,33 @@ ODD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_state_that_cannot_be_kept_is_refused(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, odd: str
-) -> None:
+def test_state_that_cannot_be_kept_is_refused(world: World, odd: str) -> None:
     Keeps.odd, got = staticmethod(ODD[odd][0]), ODD[odd][1]
     model = Small()
     optimizer = Keeps(model.parameters())
-    hpczero.zeroify(model, optimizer, topology=topology)
+    hpczero.zeroify(model, optimizer, topology=world.topology)
     optimizer.step()
     pattern = rf"optimizer state 'odd' is .*{got}.*cannot be kept"
-    raises_on_all(comm, CheckpointError, pattern, hpczero.checkpoint.save, folder, model, step=1)
-    comm.Barrier()
-    parallel_assert(comm, list(folder.iterdir()) == [])
+    world.raises(CheckpointError, pattern, hpczero.checkpoint.save, world.folder, model, step=1)
+    world.comm.Barrier()
+    world.check(list(world.folder.iterdir()) == [])
     hpczero.release(model)
 
 
-def test_a_second_job_is_refused_on_all_ranks(
-    comm: MPI.Intracomm, program: Program, folder: Path
-) -> None:
-    with program.checkpoints(folder) as checkpoints:
+def test_a_second_job_is_refused_on_all_ranks(world: World, program: Program) -> None:
+    with program.checkpoints(world.folder) as checkpoints:
         checkpoints.save(1)
-        raises_on_all(comm, CheckpointBusy, "held by process", program.save, folder)
+        world.raises(CheckpointBusy, "held by process", program.save, world.folder)
         checkpoints.save(2)
-    program.save(folder)
-    comm.Barrier()
-    parallel_assert(comm, not list(folder.glob(".*")))
+    program.save(world.folder)
+    world.comm.Barrier()
+    world.check(not list(world.folder.glob(".*")))
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("writer", ["mpio", "posix"])
 def test_a_rank_that_cannot_open_the_file_ends_the_save_on_all(
-    comm: MPI.Intracomm,
-    program: Program,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    writer: str,
+    world: World, program: Program, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:
     """It must not leave the others waiting in MPI-IO."""
     if writer == "mpio" and not h5py.get_config().mpi:
@@ -239,64 +214,60 @@ def test_a_rank_that_cannot_open_the_file_ends_the_save_on_all(
     real = os.open
 
     def fails(path: str | os.PathLike[str], *rest: Any, **named: Any) -> int:
-        if comm.rank == 1 and os.fspath(path).endswith(STATE_FILE):
+        if world.rank == 1 and os.fspath(path).endswith(STATE_FILE):
             raise OSError(errno.ESTALE, "Stale file handle", os.fspath(path))
         return real(path, *rest, **named)
 
     monkeypatch.setattr(os, "open", fails)
     said = r"on rank\(s\) 1, could not open the file: .*Stale file handle"
-    raises_on_all(comm, CheckpointNotWritten, said, program.save, folder, writer=writer)
+    world.raises(CheckpointNotWritten, said, program.save, world.folder, writer=writer)
     monkeypatch.undo()
-    program.save(folder, writer=writer)
-    parallel_assert(comm, len(list(folder.glob("step-*"))) == 1)
-    parallel_assert(comm, not list(folder.glob(".tmp-*")))
+    program.save(world.folder, writer=writer)
+    world.check(len(list(world.folder.glob("step-*"))) == 1)
+    world.check(not list(world.folder.glob(".tmp-*")))
 
 
-def test_a_job_whose_folder_was_taken_over_commits_nothing(
-    comm: MPI.Intracomm, program: Program, folder: Path
-) -> None:
-    with program.checkpoints(folder) as checkpoints:
+def test_a_job_whose_folder_was_taken_over_commits_nothing(world: World, program: Program) -> None:
+    with program.checkpoints(world.folder) as checkpoints:
         checkpoints.save(1)
-        if comm.rank == 0:
-            (lock,) = folder.glob(".lock-*")
+        if world.rank == 0:
+            (lock,) = world.folder.glob(".lock-*")
             lock.unlink()  # as a job on another host does with that of a dead one
-        raises_on_all(comm, CheckpointBusy, "was taken away", checkpoints.save, 2)
-        parallel_assert(comm, [p.name for p in folder.glob("step-*")] == ["step-000000001"])
+        world.raises(CheckpointBusy, "was taken away", checkpoints.save, 2)
+        world.check([p.name for p in world.folder.glob("step-*")] == ["step-000000001"])
 
 
 @pytest.mark.parametrize("change", ["head", "optimizer"])
 def test_weights_for_another_head_or_optimizer_come_by_the_way_that_is_named(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, change: str
+    world: World, change: str
 ) -> None:
-    with zeroified(model := MLP(), adamw(model), topology=topology):
-        path = hpczero.checkpoint.save(folder, model, step=1)
+    with world.zeroified(model := MLP(), adamw(model)):
+        path = hpczero.checkpoint.save(world.folder, model, step=1)
         saved = hpczero.full_state_dict(model)
-    on_root(comm, export, path, folder / "weights.safetensors")
+    world.on_root(export, path, world.folder / "weights.safetensors")
     model = MLP((7, 15, 15, 4) if change == "head" else (7, 15, 15, 3), seed=4)
-    with zeroified(model, sgd(model), topology=topology):
+    with world.zeroified(model, sgd(model)):
         pattern = r"python -m hpczero.checkpoint export \S+ weights.safetensors, then "
-        raises_on_all(comm, CheckpointMismatch, pattern, hpczero.checkpoint.load, path, model)
+        world.raises(CheckpointMismatch, pattern, hpczero.checkpoint.load, path, model)
         if change == "optimizer":
-            hpczero.checkpoint.import_weights(folder / "weights.safetensors", model)
-            parallel_assert(comm, same_state(hpczero.full_state_dict(model), saved))
+            hpczero.checkpoint.import_weights(world.folder / "weights.safetensors", model)
+            world.check_state(hpczero.full_state_dict(model), saved)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_state_that_a_program_makes_of_pieces_comes_back(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, stage: int
-) -> None:
+def test_state_that_a_program_makes_of_pieces_comes_back(world: World, stage: int) -> None:
     Keeps.odd = staticmethod(lambda p: torch.zeros_like(p.detach()) + 2 * p)
     found = []
     for saved in (True, False):
         model = Small()
         optimizer = Keeps(model.parameters())
-        hpczero.zeroify(model, optimizer, stage=stage, topology=topology)
+        hpczero.zeroify(model, optimizer, stage=stage, topology=world.topology)
         if saved:
             optimizer.step()
-            path = hpczero.checkpoint.save(folder, model, step=1)
+            path = hpczero.checkpoint.save(world.folder, model, step=1)
         else:
             hpczero.checkpoint.load(path, model)
         pieces = [p for group in optimizer.param_groups for p in group["params"]]
         found.append([optimizer.state[p]["odd"].tolist() for p in pieces])
         hpczero.release(model)
-    parallel_assert(comm, found[0] == found[1] and (comm.rank > 0 or bool(found[0])), str(found))
+    world.check(found[0] == found[1] and (world.rank > 0 or bool(found[0])), str(found))

@@ -20,8 +20,7 @@ from tests.checkpoint.programs import (
     program_of,
     state_digests,
 )
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import same_state, zeroified
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,156 +68,140 @@ def save_and_load(
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_any_number_of_ranks_goes_on_from_any_other(
-    comm: MPI.Intracomm, folder: Path, n: int, m: int
-) -> None:
+def test_any_number_of_ranks_goes_on_from_any_other(world: World, n: int, m: int) -> None:
     stages = [(n + m) % 4, (n * m + 3) % 4]
-    save_and_load(comm, folder, (n, {"stage": stages[0]}), (m, {"stage": stages[1]}))
-
-
-@pytest.mark.ranks(5)
-@pytest.mark.parametrize(("n", "m"), [(5, 1), (5, 2), (5, 3), (5, 4), (1, 5), (2, 5), (5, 5)])
-def test_five_ranks_too(comm: MPI.Intracomm, folder: Path, n: int, m: int) -> None:
-    save_and_load(comm, folder, (n, {"stage": 3}), (m, {"stage": (n + m) % 4}))
+    save_and_load(world.comm, world.folder, (n, {"stage": stages[0]}), (m, {"stage": stages[1]}))
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
-def test_any_stage_goes_on_from_any_other(
-    comm: MPI.Intracomm, folder: Path, before: int, after: int
-) -> None:
-    save_and_load(comm, folder, (3, {"stage": before}), (3, {"stage": after}))
+def test_any_stage_goes_on_from_any_other(world: World, before: int, after: int) -> None:
+    save_and_load(world.comm, world.folder, (3, {"stage": before}), (3, {"stage": after}))
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-def test_whatever_an_optimizer_keeps_comes_back(
-    comm: MPI.Intracomm, folder: Path, optimizer: str
-) -> None:
-    save_and_load(comm, folder, (comm.size, {"stage": 3}), (comm.size - 1, {"stage": 0}), optimizer)
+def test_whatever_an_optimizer_keeps_comes_back(world: World, optimizer: str) -> None:
+    save_and_load(
+        world.comm,
+        world.folder,
+        (world.size, {"stage": 3}),
+        (world.size - 1, {"stage": 0}),
+        optimizer,
+    )
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("transport", ["flat", "window"])
-def test_other_units_and_nodes_do_not_matter(
-    comm: MPI.Intracomm, folder: Path, transport: str
-) -> None:
+def test_other_units_and_nodes_do_not_matter(world: World, transport: str) -> None:
     def one_unit(model: torch.nn.Module) -> list[tuple[str, ...]]:
         return []
 
     saving = {"stage": 3, "transport": transport}
     loading = {"stage": 3, "rule": one_unit}
-    save_and_load(comm, folder, (4, saving), (3, loading))
+    save_and_load(world.comm, world.folder, (4, saving), (3, loading))
 
 
 @pytest.mark.ranks(2)
-def test_the_file_is_the_same_whoever_saves(comm: MPI.Intracomm, folder: Path) -> None:
+def test_the_file_is_the_same_whoever_saves(world: World) -> None:
     """Of one state: every dataset has the same bytes from 1 and 2 ranks, at every stage."""
-    with program_of(comm, 1) as program:
+    with program_of(world.comm, 1) as program:
         if program is not None:
             program.train(2)
-            program.save(folder / "origin")
-    origin = state_digests(folder / "origin" / "step-000000002")
+            program.save(world.folder / "origin")
+    origin = state_digests(world.folder / "origin" / "step-000000002")
     for stage in range(4):
-        with program_of(comm, 2, stage=stage) as program:
-            program.load(folder / "origin")
-            path = program.save(folder / f"stage{stage}")
-        parallel_assert(comm, state_digests(path) == origin, f"stage {stage}")
+        with program_of(world.comm, 2, stage=stage) as program:
+            program.load(world.folder / "origin")
+            path = program.save(world.folder / f"stage{stage}")
+        world.check(state_digests(path) == origin, f"stage {stage}")
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_masters_are_kept_in_fp32_and_the_loss_scale_with_them(
-    comm: MPI.Intracomm, folder: Path, precision: str
+    world: World, precision: str
 ) -> None:
-    with program_of(comm, comm.size, precision=precision) as program:
+    with program_of(world.comm, world.size, precision=precision) as program:
         program.train(3)
         sharding = hpczero.sharding(program.model)
         if precision == "fp16":
             sharding.scaler.scale /= 8
         scale = sharding.loss_scale
-        program.save(folder)
+        program.save(world.folder)
         expected = hpczero.full_state_dict(program.model)
-    with program_of(comm, comm.size, precision=precision) as again:
-        again.load(folder)
+    with program_of(world.comm, world.size, precision=precision) as again:
+        again.load(world.folder)
         found = hpczero.full_state_dict(again.model)
-        parallel_assert(comm, hpczero.sharding(again.model).loss_scale == scale)
-    parallel_assert(comm, same_state(found, expected))
+        world.check(hpczero.sharding(again.model).loss_scale == scale)
+    world.check_state(found, expected)
 
 
 @pytest.mark.ranks(2, 3)
-def test_random_streams_go_on_where_they_were(
-    comm: MPI.Intracomm, program: Program, folder: Path
-) -> None:
+def test_random_streams_go_on_where_they_were(world: World, program: Program) -> None:
     def draw() -> list[float]:
         return [torch.rand(1).item(), float(np.random.rand()), random.random(), random.gauss(0, 1)]  # noqa: NPY002
 
-    torch.manual_seed(100 + comm.rank)
-    np.random.seed(comm.rank)  # noqa: NPY002
-    random.seed(comm.rank)
+    torch.manual_seed(100 + world.rank)
+    np.random.seed(world.rank)  # noqa: NPY002
+    random.seed(world.rank)
     draw()
-    program.save(folder)
+    program.save(world.folder)
     expected = draw()
     draw()
-    program.load(folder)
+    program.load(world.folder)
     found = draw()
-    parallel_assert(comm, found == expected, f"{found} {expected}")
-    parallel_assert(comm, len(set(comm.allgather(tuple(found)))) == comm.size)
+    world.check(found == expected, f"{found} {expected}")
+    world.check(len(set(world.comm.allgather(tuple(found)))) == world.size)
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_were_not_there_get_streams_of_their_own(
-    comm: MPI.Intracomm, folder: Path
-) -> None:
+def test_ranks_that_were_not_there_get_streams_of_their_own(world: World) -> None:
     torch.manual_seed(1)
-    with program_of(comm, 1) as program:
+    with program_of(world.comm, 1) as program:
         if program is not None:
-            program.save(folder)
+            program.save(world.folder)
     drawn = []
     for _ in range(2):
-        with program_of(comm, 3) as program:
-            program.load(folder)
+        with program_of(world.comm, 3) as program:
+            program.load(world.folder)
             drawn.append(torch.rand(1).item())
-    everybody = comm.allgather(drawn)
-    parallel_assert(comm, len({first for first, _ in everybody}) == 3, str(everybody))
-    parallel_assert(comm, all(first == second for first, second in everybody))
+    everybody = world.comm.allgather(drawn)
+    world.check(len({first for first, _ in everybody}) == 3, str(everybody))
+    world.check(all(first == second for first, second in everybody))
 
 
 @pytest.mark.ranks(2)
-def test_tied_frozen_and_buffers_survive(
-    comm: MPI.Intracomm, program: Program, folder: Path
-) -> None:
+def test_tied_frozen_and_buffers_survive(world: World, program: Program) -> None:
     program.train(2)
     expected = hpczero.full_state_dict(program.model)
-    program.save(folder)
+    program.save(world.folder)
     with hpczero.gathered(program.model, modifier_rank=0), torch.no_grad():
         for value in (*program.model.parameters(), *program.model.buffers()):
             value.zero_()
-    parallel_assert(comm, int(program.model.calls) == 0)
-    program.load(folder)
-    parallel_assert(comm, int(program.model.calls) == 2)
-    parallel_assert(comm, same_state(hpczero.full_state_dict(program.model), expected))
+    world.check(int(program.model.calls) == 0)
+    program.load(world.folder)
+    world.check(int(program.model.calls) == 2)
+    world.check_state(hpczero.full_state_dict(program.model), expected)
     assert expected is None or expected.keys() == Net().state_dict().keys()
 
 
 @pytest.mark.ranks(2)
-def test_inference_takes_the_values_without_an_optimizer(
-    comm: MPI.Intracomm, topology: hpczero.Topology, program: Program, folder: Path
-) -> None:
+def test_inference_takes_the_values_without_an_optimizer(world: World, program: Program) -> None:
     program.train(2)
-    program.save(folder)
+    program.save(world.folder)
     expected = hpczero.full_state_dict(program.model)
-    with zeroified(model := Net(), None, topology=topology):
-        hpczero.checkpoint.load(folder, model)
-        parallel_assert(comm, same_state(hpczero.full_state_dict(model), expected))
+    with world.zeroified(model := Net(), None):
+        hpczero.checkpoint.load(world.folder, model)
+        world.check_state(hpczero.full_state_dict(model), expected)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["two\nlines", "no \udcff UTF-8", 'a "quote" \\'])
 def test_folder_may_have_any_character_in_its_name(
-    comm: MPI.Intracomm, program: Program, folder: Path, name: str
+    world: World, program: Program, name: str
 ) -> None:
-    path = program.save(folder / name)
-    parallel_assert(comm, program.load(folder / name).path == path)
-    parallel_assert(comm, program.load(path).path == path)
+    path = program.save(world.folder / name)
+    world.check(program.load(world.folder / name).path == path)
+    world.check(program.load(path).path == path)

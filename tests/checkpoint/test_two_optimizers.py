@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,7 @@ from hpczero.errors import CheckpointMismatch, ConfigError
 from tests.checkpoint.damage import values_of
 from tests.checkpoint.programs import GLOBAL_BATCH, Net, Program
 from tests.checkpoint.test_reshard import save_and_load
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi]
 
@@ -93,47 +88,23 @@ def several(topology: hpczero.Topology) -> Iterator[Several]:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize(("n", "m"), [(1, 3), (3, 1), (2, 3), (3, 2), (3, 3), (1, 1)])
-def test_any_number_of_ranks_goes_on_from_any_other(
-    comm: MPI.Intracomm, folder: Path, n: int, m: int, make: str
+def test_any_number_of_ranks_and_stage_goes_on_from_any_other(
+    world: World, n: int, m: int, make: str
 ) -> None:
-    stage = {"stage": (n + len(make)) % 4}
-    save_and_load(comm, folder, (n, stage), (m, stage), make, Several)
+    before, after = ((size, {"stage": (size + len(make)) % 4}) for size in (n, m))
+    save_and_load(world.comm, world.folder, before, after, make, Several)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("after", [0, 1, 2, 3])
-@pytest.mark.parametrize("before", [0, 1, 2, 3])
-def test_any_stage_goes_on_from_any_other(
-    comm: MPI.Intracomm, folder: Path, before: int, after: int
-) -> None:
-    make = list(SETS)[(before + after) % len(SETS)]
-    save_and_load(comm, folder, (2, {"stage": before}), (2, {"stage": after}), make, Several)
-
-
-@pytest.mark.ranks(2)
-def test_the_manifest_says_which_groups_are_whose(
-    comm: MPI.Intracomm, several: Several, folder: Path
-) -> None:
+def test_the_manifest_says_which_groups_are_whose(world: World, several: Several) -> None:
     several.train(2)
-    path = several.save(folder)
+    path = several.save(world.folder)
     meta = read_manifest(path).meta["optimizer"]
     assert meta["class"] == "AdamW, SGD"
     assert meta["optimizers"] == [["AdamW", 2], ["SGD", 1]]
     assert [group["weight_decay"] for group in meta["groups"]] == [0.01, 0.3, 0]
     assert "momentum_buffer" in meta["kinds"]
     assert "exp_avg" in meta["kinds"]
-
-
-@pytest.mark.ranks(2)
-def test_one_optimizer_is_written_as_ever(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
-) -> None:
-    model = Net()
-    with zeroified(model, fewer(model), topology=topology):
-        path = hpczero.checkpoint.save(folder, model, step=1)
-    meta = read_manifest(path).meta["optimizer"]
-    assert list(meta) == ["class", "groups", "kinds", "present"]
-    assert meta["class"] == "AdamW"
 
 
 def fewer(model: nn.Module) -> tuple[Optimizer, ...]:
@@ -170,38 +141,36 @@ REFUSED: dict[Callable[[nn.Module], tuple[Optimizer, ...]], str] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
-def test_other_optimizers_are_refused_by_name(
-    comm: MPI.Intracomm, topology: hpczero.Topology, several: Several, folder: Path, make: Any
-) -> None:
+def test_other_optimizers_are_refused_by_name(world: World, several: Several, make: Any) -> None:
     several.train(2)
-    several.save(folder)
+    several.save(world.folder)
     model = Net()
-    with zeroified(model, make(model), topology=topology) as sharding:
+    with world.zeroified(model, make(model)) as sharding:
         before = values_of(sharding)
-        raises_on_all(
-            comm, CheckpointMismatch, REFUSED[make], hpczero.checkpoint.load, folder, model
-        )
-        parallel_assert(comm, all(map(torch.equal, before, values_of(sharding))))
+        load = hpczero.checkpoint.load
+        world.raises(CheckpointMismatch, REFUSED[make], load, world.folder, model)
+        world.check(all(map(torch.equal, before, values_of(sharding))))
 
 
 @pytest.mark.ranks(2)
-def test_several_do_not_go_on_from_one(
-    comm: MPI.Intracomm, topology: hpczero.Topology, several: Several, folder: Path
+def test_one_optimizer_is_written_as_ever_and_several_do_not_go_on_from_it(
+    world: World, several: Several
 ) -> None:
     model = Net()
-    with zeroified(model, fewer(model), topology=topology):
-        hpczero.checkpoint.save(folder, model, step=1)
+    with world.zeroified(model, fewer(model)):
+        path = hpczero.checkpoint.save(world.folder, model, step=1)
+    meta = read_manifest(path).meta["optimizer"]
+    assert list(meta) == ["class", "groups", "kinds", "present"]
+    assert meta["class"] == "AdamW"
     one, two = r"1 optimizer\(s\) \(AdamW\)", r"2 optimizer\(s\) \(AdamW, SGD\)"
     pattern = f"the state of {one}, and .* with {two}"
-    raises_on_all(comm, CheckpointMismatch, pattern, several.load, folder)
+    world.raises(CheckpointMismatch, pattern, several.load, world.folder)
 
 
 @pytest.mark.ranks(1)
-def test_save_with_other_optimizers_than_at_zeroify(
-    comm: MPI.Intracomm, several: Several, folder: Path
-) -> None:
+def test_save_with_other_optimizers_than_at_zeroify(world: World, several: Several) -> None:
     first, second = several.optimizer
     for given in (first, (first,), (second, first)):
         with pytest.raises(ConfigError, match=r"not the 2 that .* \(AdamW, SGD, in this order\)"):
-            hpczero.checkpoint.save(folder, several.model, given, step=1)
-    hpczero.checkpoint.save(folder, several.model, [first, second], step=1)
+            hpczero.checkpoint.save(world.folder, several.model, given, step=1)
+    hpczero.checkpoint.save(world.folder, several.model, [first, second], step=1)

@@ -11,14 +11,11 @@ import torch
 import hpczero
 from hpczero.errors import CheckpointMismatch
 from tests.checkpoint.programs import first_ranks
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, mlp_input, raises_on_all, same, values
+from tests.helpers.small_models import MLP, mlp_input, same, values
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
-
-    from mpi4py import MPI
 
     from hpczero import Topology
 
@@ -31,7 +28,6 @@ class Run:
     """A run that unfreezes a layer."""
 
     def __init__(self, topology: Topology, **options: Any) -> None:
-        self.topology = topology
         self.model = MLP()
         self.layer = self.model.layers[1].requires_grad_(False)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
@@ -51,55 +47,49 @@ class Run:
             self.optimizer.zero_grad()
 
     def state(self) -> list[torch.Tensor]:
-        """Values and moments, whole, in the order of the model. Collective."""
-        found = hpczero.full_state_dict(self.model)
-        whole = self.topology.world.comm.bcast(found)
-        return [*whole.values()]
+        """Values, whole, in the order of the model, on rank 0. Collective."""
+        return [*(hpczero.full_state_dict(self.model) or {}).values()]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("saved", [2, 3])
 @pytest.mark.parametrize("fewer", [False, True], ids=["same ranks", "one rank goes on"])
-def test_a_run_goes_on_bit_for_bit(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, saved: int, fewer: bool
-) -> None:
-    run = Run(topology, stage=stage)
-    with hpczero.checkpoint.Checkpoints(folder, run.model, run.optimizer) as checkpoints:
+def test_a_run_goes_on_bit_for_bit(world: World, stage: int, saved: int, fewer: bool) -> None:
+    run = Run(world.topology, stage=stage)
+    with hpczero.checkpoint.Checkpoints(world.folder, run.model, run.optimizer) as checkpoints:
         for number in range(saved):  # saved before the layer is unfrozen too, by the same object
             run.steps([number])
             checkpoints.save(number + 1)
     run.steps(range(saved, 5))
     expected = run.state()
     hpczero.release(run.model)
-    with first_ranks(comm, 1 if fewer else comm.size) as others:
+    with first_ranks(world.comm, 1 if fewer else world.size) as others:
         if others is not None:
             again = Run(others, stage=3 - stage if fewer else stage)
             if saved > UNFROZEN:
                 again.unfreeze()
-            hpczero.checkpoint.load(folder, again.model, again.optimizer)
+            hpczero.checkpoint.load(world.folder, again.model, again.optimizer)
             again.steps(range(saved, 5))
             found = again.state()
             hpczero.release(again.model)
-    if comm.rank == 0:
+    if world.rank == 0:
         pairs = zip(found, expected, strict=True)
         # Sums over other numbers of ranks round otherwise.
         assert all(torch.allclose(a, b, rtol=0.0, atol=1e-6 * fewer) for a, b in pairs)
 
 
-def test_a_checkpoint_of_before_is_refused_after_the_change(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    run = Run(topology, stage=3)
+def test_a_checkpoint_of_before_is_refused_after_the_change(world: World) -> None:
+    run = Run(world.topology, stage=3)
     run.steps(range(2))
-    hpczero.checkpoint.save(folder, run.model, run.optimizer, step=2)
+    hpczero.checkpoint.save(world.folder, run.model, run.optimizer, step=2)
     run.unfreeze()
-    load = partial(hpczero.checkpoint.load, folder, run.model, run.optimizer)
+    load = partial(hpczero.checkpoint.load, world.folder, run.model, run.optimizer)
     said = "frozen in the checkpoint and trained here|has 1 groups"
-    raises_on_all(comm, CheckpointMismatch, said, load)
+    world.raises(CheckpointMismatch, said, load)
     before = values(hpczero.sharding(run.model))
-    hpczero.checkpoint.save(folder, run.model, run.optimizer, step=3)  # right after the calls
+    hpczero.checkpoint.save(world.folder, run.model, run.optimizer, step=3)  # right after the calls
     run.model(mlp_input(7)).square().mean().backward()
     run.optimizer.step()
     load()
-    parallel_assert(comm, same(values(hpczero.sharding(run.model)), before))
+    world.check(same(values(hpczero.sharding(run.model)), before))
     hpczero.release(run.model)

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hpczero.checkpoint import __main__ as command
+from hpczero.checkpoint import __main__ as module
 from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
 from hpczero.errors import ConfigError, HpcZeroError
-from tests.checkpoint.damage import DAMAGES, datasets, flip, flip_in, golden_copy
-
-
-def later_version(path: Path) -> None:
-    """As a later release would write it."""
-    manifest = read_manifest(path)
-    (path / MANIFEST_FILE).write_text(
-        type(manifest)(**{**manifest.__dict__, "version": 2}).to_json()
-    )
-
+from tests.checkpoint.damage import DAMAGES, datasets, flip, flip_in, golden_copy, later_version
+from tests.checkpoint.programs import command
 
 Command = Callable[..., tuple[int, str]]
 
@@ -36,7 +27,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
     def run(*args: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["checkpoint", *map(str, args)])
-        code = command.main()
+        code = module.main()
         return code, capsys.readouterr().out
 
     return run
@@ -46,14 +37,10 @@ def test_the_command_exits_with_the_verdict_and_starts_neither_mpi_nor_torch(
     tmp_path: Path,
 ) -> None:
     path = golden_copy(tmp_path)
-    command_line = [sys.executable, "-X", "importtime", "-m", "hpczero.checkpoint", "verify"]
     for code in (Verdict.SOUND, Verdict.CORRUPT):
-        done = subprocess.run(
-            [*command_line, tmp_path], capture_output=True, text=True, check=False
-        )
+        done, imported = command("verify", tmp_path)
         assert done.returncode == code
         assert done.stdout.endswith("bytes read\n")
-        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
         assert "hpczero.checkpoint.disk.stored" in imported
         assert not {"torch", "mpi4py", "h5py"} & imported
         flip_in(path, datasets(path)[0], 0)

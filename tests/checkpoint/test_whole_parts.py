@@ -34,8 +34,9 @@ from tests.checkpoint.layouts import (
     trained_by_torch,
     whole_shapes,
 )
-from tests.helpers.parallel import on_root, parallel_assert, told
+from tests.helpers.parallel import parallel_assert, told
 from tests.helpers.small_models import same_state, zeroified
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,10 +73,10 @@ def unlike(found: dict[str, Tensor] | None, expected: dict[str, Tensor]) -> list
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_whole_state_is_that_of_one_process(
-    comm: MPI.Intracomm, degrees: dict[str, int], stage: int
+    world: World, degrees: dict[str, int], stage: int
 ) -> None:
     wrong: list[str] = []
-    with program_of(comm, degrees, stage=stage) as program:
+    with program_of(world.comm, degrees, stage=stage) as program:
         if program is not None:
             program.train(2)
             found = hpczero.full_state_dict(program.model)
@@ -95,16 +96,16 @@ def test_the_whole_state_is_that_of_one_process(
                     wrong.append("not unit by unit")
             elif found is not None or by_unit.tensors is not None:
                 wrong.append("only rank 0 has it")
-    parallel_assert(comm, not wrong, str(wrong))
+    world.check(not wrong, str(wrong))
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 def test_whole_gradients_are_those_of_one_process_on_every_rank(
-    comm: MPI.Intracomm, degrees: dict[str, int]
+    world: World, degrees: dict[str, int]
 ) -> None:
     wrong: list[str] = []
-    with program_of(comm, degrees, stage=2) as program:
+    with program_of(world.comm, degrees, stage=2) as program:
         if program is not None:
             before = hpczero.full_gradients(program.model)
             program.model(0).backward()
@@ -112,13 +113,13 @@ def test_whole_gradients_are_those_of_one_process_on_every_rank(
             found = {n: g for n, g in hpczero.full_gradients(program.model).items() if g.numel()}
             expected = {n: g for n, g in expected.items() if g.numel()}
             wrong = list(before) + unlike(found, expected)
-    parallel_assert(comm, not wrong, str(wrong))
+    world.check(not wrong, str(wrong))
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 def test_first_values_are_parts_of_the_same_whole_parameters_for_every_layout(
-    comm: MPI.Intracomm, degrees: dict[str, int]
+    world: World, degrees: dict[str, int]
 ) -> None:
     shapes, asked, wrong = whole_shapes(), [], []
 
@@ -127,7 +128,7 @@ def test_first_values_are_parts_of_the_same_whole_parameters_for_every_layout(
         initialize(name, tensor)
 
     values = {name: {"values": numbers(name, "values")} for name in shapes}
-    with program_of(comm, degrees, stage=3, initialize=draw) as program:
+    with program_of(world.comm, degrees, stage=3, initialize=draw) as program:
         if program is not None:
             with hpczero.gathered(program.model):
                 for name, parameter in program.model.named_parameters():
@@ -135,7 +136,7 @@ def test_first_values_are_parts_of_the_same_whole_parameters_for_every_layout(
                     if not torch.equal(parameter.detach(), expected):
                         wrong.append(name)
     wrong += [f"{name} as {shape}" for name, shape in asked if shapes[name][0] != shape]
-    parallel_assert(comm, not wrong, str(wrong))
+    world.check(not wrong, str(wrong))
 
 
 def refused(comm: MPI.Intracomm, degree: str, draw: Callable[[str, Tensor], None]) -> str:
@@ -150,58 +151,56 @@ DEGREES = pytest.mark.parametrize("degree", ["tensor", "pipeline", "replicate", 
 
 @pytest.mark.ranks(2, 4)
 @DEGREES
-def test_other_values_on_one_rank_are_refused_on_all(comm: MPI.Intracomm, degree: str) -> None:
+def test_other_values_on_one_rank_are_refused_on_all(world: World, degree: str) -> None:
     def draw(name: str, tensor: Tensor) -> None:
         initialize(name, tensor)
-        if comm.rank == comm.size - 1 and name == "first.table":
+        if world.rank == world.size - 1 and name == "first.table":
             tensor[3, 1] += 1.0
 
-    said = refused(comm, degree, draw)
+    said = refused(world.comm, degree, draw)
     wanted = {"tensor": "'first.table'", "pipeline": "tied parameter 'first.table'"}
-    parallel_assert(comm, wanted.get(degree, "different values for unit") in said, said)
+    world.check(wanted.get(degree, "different values for unit") in said, said)
 
 
 @pytest.mark.ranks(2, 4)
 @DEGREES
-def test_a_rank_that_cannot_draw_stops_all(comm: MPI.Intracomm, degree: str) -> None:
+def test_a_rank_that_cannot_draw_stops_all(world: World, degree: str) -> None:
     def draw(name: str, tensor: Tensor) -> None:
-        if comm.rank == comm.size - 1 and (name.startswith("last") or degree != "pipeline"):
+        if world.rank == world.size - 1 and (name.startswith("last") or degree != "pipeline"):
             raise PlanError(f"no numbers for {name}")
         initialize(name, tensor)
 
-    said = refused(comm, degree, draw)
-    parallel_assert(comm, f"rank(s) {comm.size - 1}" in said and "no numbers" in said, said)
+    said = refused(world.comm, degree, draw)
+    world.check(f"rank(s) {world.size - 1}" in said and "no numbers" in said, said)
 
 
 @pytest.mark.ranks(2)
-def test_without_initialize_tensor_ranks_get_the_first_ones_whole_parameters(
-    comm: MPI.Intracomm,
-) -> None:
-    with program_of(comm, {"tensor": 2}, initialize=None, made_by=comm.rank) as program:
+def test_without_initialize_tensor_ranks_get_the_first_ones_whole_parameters(world: World) -> None:
+    with program_of(world.comm, {"tensor": 2}, initialize=None, made_by=world.rank) as program:
         same = True
         with hpczero.gathered(program.model):
             for name, parameter in program.model.named_parameters():
                 cut = program.model.placed[name].dim is not None
-                same &= bool((parameter == (comm.rank if cut else 0)).all())
-        parallel_assert(comm, same)
+                same &= bool((parameter == (world.rank if cut else 0)).all())
+        world.check(same)
 
 
 @pytest.mark.ranks(4)
-def test_without_initialize_parts_of_a_tied_weight_may_differ(comm: MPI.Intracomm) -> None:
+def test_without_initialize_parts_of_a_tied_weight_may_differ(world: World) -> None:
     """Between tensor ranks, which hold other rows of it; not between stages."""
-    with first_ranks(comm, {"tensor": 2, "pipeline": 2}) as topology:
+    with first_ranks(world.comm, {"tensor": 2, "pipeline": 2}) as topology:
         assert topology is not None
         program = Program(topology, initialize=None, made_by=topology.tensor.rank)
         name = "first.table" if topology.pipeline.rank == 0 else "last.head"
         with hpczero.gathered(program.model):
             held = dict(program.model.named_parameters())[name].detach().clone()
-        parallel_assert(comm, bool((held == topology.tensor.rank).all()))
+        world.check(bool((held == topology.tensor.rank).all()))
         program.close()
 
 
 @pytest.mark.ranks(2)
-def test_without_initialize_a_tied_weight_with_two_values_is_refused(comm: MPI.Intracomm) -> None:
-    with first_ranks(comm, {"pipeline": 2}) as topology:
+def test_without_initialize_a_tied_weight_with_two_values_is_refused(world: World) -> None:
+    with first_ranks(world.comm, {"pipeline": 2}) as topology:
         assert topology is not None
         with pytest.raises(PlanError, match=r"tied parameter 'first.table'"):
             Program(topology, initialize=None, made_by=topology.rank)
@@ -221,32 +220,33 @@ def write(file: Path, weights: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 @pytest.mark.parametrize("away", [False, True])
 def test_foreign_weights_reach_every_part(
-    comm: MPI.Intracomm, folder: Path, degrees: dict[str, int], away: bool
+    world: World, degrees: dict[str, int], away: bool
 ) -> None:
-    on_root(comm, write, folder / "m.safetensors", foreign())
+    world.on_root(write, world.folder / "m.safetensors", foreign())
     wrong: list[str] = []
     offload = Offload("host", "host", "host", window=16384, buffers=4) if away else None
-    with program_of(comm, degrees, stage=3, offload=offload) as program:
+    with program_of(world.comm, degrees, stage=3, offload=offload) as program:
         if program is not None:
-            hpczero.checkpoint.import_weights(folder / "m.safetensors", program.model)
+            hpczero.checkpoint.import_weights(world.folder / "m.safetensors", program.model)
             found = hpczero.full_state_dict(program.model)
             wrong += unlike(found, foreign()) if program.topology.is_root else []
-    parallel_assert(comm, not wrong, str(wrong))
+    world.check(not wrong, str(wrong))
 
 
 @pytest.mark.ranks(2)
-def test_foreign_weights_of_another_whole_model_are_refused(
-    comm: MPI.Intracomm, folder: Path
-) -> None:
-    file = folder / "m.safetensors"
-    on_root(comm, write, file, foreign() | {"first.table": torch.zeros(7, 6)})
+def test_foreign_weights_of_another_whole_model_are_refused(world: World) -> None:
+    file = world.folder / "m.safetensors"
+    world.on_root(write, file, foreign() | {"first.table": torch.zeros(7, 6)})
     said = r"first.table is \(7, 6\).*\(13, 6\) in the model"
-    with program_of(comm, {"tensor": 2}) as program, pytest.raises(CheckpointMismatch, match=said):
+    with (
+        program_of(world.comm, {"tensor": 2}) as program,
+        pytest.raises(CheckpointMismatch, match=said),
+    ):
         hpczero.checkpoint.import_weights(file, program.model)
 
 
 @pytest.mark.ranks(2)
-def test_a_state_dict_that_says_more_is_a_named_error(comm: MPI.Intracomm) -> None:
+def test_a_state_dict_that_says_more_is_a_named_error(world: World) -> None:
     class Counted(nn.Module):
         def get_extra_state(self) -> int:
             return 3
@@ -254,8 +254,8 @@ def test_a_state_dict_that_says_more_is_a_named_error(comm: MPI.Intracomm) -> No
         def set_extra_state(self, state: int) -> None:
             pass
 
-    with program_of(comm, {"pipeline": 2}) as program:
-        if comm.rank == 1:
+    with program_of(world.comm, {"pipeline": 2}) as program:
+        if world.rank == 1:
             program.model.more = Counted()
         with pytest.raises(PlanError, match=r"more\._extra_state"):
             hpczero.full_state_dict(program.model)
@@ -338,67 +338,64 @@ def refused_both_ways(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", WRONG)
-def test_parts_that_make_no_whole_model_are_refused(
-    comm: MPI.Intracomm, folder: Path, case: str
-) -> None:
+def test_parts_that_make_no_whole_model_are_refused(world: World, case: str) -> None:
     degree, ranks, change, said = WRONG[case]
-    with program_of(comm, {degree: 2}) as program:
-        hpczero.checkpoint.save(folder / "good", program.model, step=1)
+    with program_of(world.comm, {degree: 2}) as program:
+        hpczero.checkpoint.save(world.folder / "good", program.model, step=1)
         good = program.model.__dict__[KEY]
-        if ranks == EVERY or comm.rank == 1:
+        if ranks == EVERY or world.rank == 1:
             program.model.__dict__[KEY] = change(good)
-        refused_both_ways(comm, program, folder, said)
+        refused_both_ways(world.comm, program, world.folder, said)
         program.model.__dict__[KEY] = good
-        hpczero.checkpoint.load(folder / "good", program.model)
+        hpczero.checkpoint.load(world.folder / "good", program.model)
 
 
 @pytest.mark.ranks(2)
-def test_other_groups_of_the_optimizer_on_a_stage_are_refused(
-    comm: MPI.Intracomm, folder: Path
-) -> None:
-    with program_of(comm, {"pipeline": 2}) as program:
-        hpczero.checkpoint.save(folder / "good", program.model, step=1)
+def test_other_groups_of_the_optimizer_on_a_stage_are_refused(world: World) -> None:
+    with program_of(world.comm, {"pipeline": 2}) as program:
+        hpczero.checkpoint.save(world.folder / "good", program.model, step=1)
         groups = program.optimizer.param_groups
-        if comm.rank == 1:
+        if world.rank == 1:
             groups.append({**groups[0], "params": []})
-        refused_both_ways(comm, program, folder, ("3 group(s) of AdamW", "2 group(s) of AdamW"))
-    with program_of(comm, {"pipeline": 2}, swapped=comm.rank == 1) as program:
         refused_both_ways(
-            comm, program, folder, ("'first.table'", "in group 1", "in group 0", "stage 1")
+            world.comm, program, world.folder, ("3 group(s) of AdamW", "2 group(s) of AdamW")
+        )
+    with program_of(world.comm, {"pipeline": 2}, swapped=world.rank == 1) as program:
+        refused_both_ways(
+            world.comm,
+            program,
+            world.folder,
+            ("'first.table'", "in group 1", "in group 0", "stage 1"),
         )
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("degree", ["tensor", "pipeline", "replicate"])
-def test_damage_is_named_and_leaves_every_part_as_it_was(
-    comm: MPI.Intracomm, folder: Path, degree: str
-) -> None:
-    with program_of(comm, {degree: comm.size}, stage=3) as program:
+def test_damage_is_named_and_leaves_every_part_as_it_was(world: World, degree: str) -> None:
+    with program_of(world.comm, {degree: world.size}, stage=3) as program:
         program.train(1)
-        path = hpczero.checkpoint.save(folder, program.model, step=1)
+        path = hpczero.checkpoint.save(world.folder, program.model, step=1)
         saved = hpczero.full_state_dict(program.model)
         program.train(1)
         later = hpczero.full_state_dict(program.model)
-        parallel_assert(comm, saved is None or not same_state(later, saved))
+        world.check(saved is None or not same_state(later, saved))
         offset = read_manifest(path).table.named()["blocks.2.projection"].offset
         (master,) = (each for each in datasets(path) if each.name == MASTER)
-        on_root(comm, flip_in, path, master, offset + 4)
+        world.on_root(flip_in, path, master, offset + 4)
         with pytest.raises(CorruptCheckpoint, match=r"/state/master.*elements"):
             hpczero.checkpoint.load(path, program.model)
-        parallel_assert(comm, same_state(hpczero.full_state_dict(program.model), later))
+        world.check_state(hpczero.full_state_dict(program.model), later)
 
 
 @pytest.mark.ranks(2)
-def test_a_checkpoint_of_another_whole_model_is_refused_by_shape_and_name(
-    comm: MPI.Intracomm, folder: Path
-) -> None:
+def test_a_checkpoint_of_another_whole_model_is_refused_by_shape_and_name(world: World) -> None:
     """That the whole shapes are compared, not those of parts."""
-    with first_ranks(comm, {}) as topology:
+    with first_ranks(world.comm, {}) as topology:
         if topology is not None:
             with zeroified(model := torch.nn.Linear(5, 7), None, topology=topology):
-                hpczero.checkpoint.save(folder, model, step=1)
+                hpczero.checkpoint.save(world.folder, model, step=1)
     with (
-        program_of(comm, {"tensor": 2}) as program,
+        program_of(world.comm, {"tensor": 2}) as program,
         pytest.raises(CheckpointMismatch, match=r"the checkpoint has no first\.table"),
     ):
-        hpczero.checkpoint.load(folder, program.model)
+        hpczero.checkpoint.load(world.folder, program.model)

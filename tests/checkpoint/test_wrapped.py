@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,8 @@ import hpczero
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.foreign.exporting import export
 from tests.checkpoint.damage import resigned
-from tests.helpers.parallel import on_root, parallel_assert
-from tests.helpers.small_models import adamw, mlp_input, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from tests.helpers.small_models import adamw, mlp_input
+from tests.helpers.world import World
 
 pytestmark = [
     pytest.mark.mpi,
@@ -70,10 +66,6 @@ def with_blocks(wrap: Any) -> Any:
     return model
 
 
-def plain() -> Any:
-    return Net()
-
-
 def wrapped() -> Any:
     return with_blocks(checkpoint_wrapper)
 
@@ -100,32 +92,28 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> float
 
 @pytest.mark.parametrize(
     "kinds",
-    [(wrapped, plain), (compiled_blocks, plain), (compiled, plain), (plain, compiled_blocks)],
+    [(wrapped, Net), (compiled_blocks, Net), (compiled, Net), (Net, compiled_blocks)],
 )
 @pytest.mark.parametrize("parameters", ["all", "trained"])
-def test_wrappers_may_come_and_go_between_runs(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, kinds: Any, parameters: str
-) -> None:
+def test_wrappers_may_come_and_go_between_runs(world: World, kinds: Any, parameters: str) -> None:
     before, after = kinds
-    with zeroified(model := before(), optimizer := adamw(model), stage=3, topology=topology):
-        step(model, optimizer, comm.rank)
+    with world.zeroified(model := before(), optimizer := adamw(model), stage=3):
+        step(model, optimizer, world.rank)
         blocks_of(model)[1].calls = 4
-        path = hpczero.checkpoint.save(folder, model, step=1, parameters=parameters)
-        expected = step(model, optimizer, comm.rank)
+        path = hpczero.checkpoint.save(world.folder, model, step=1, parameters=parameters)
+        expected = step(model, optimizer, world.rank)
     names = {name for name, _ in Net().named_parameters(remove_duplicate=False)}
     found = {row.name for row in read_manifest(path).table.rows}
-    parallel_assert(comm, found == names - {"blocks.0.linear.bias"} or found == names, str(found))
-    with zeroified(model := after(), optimizer := adamw(model), stage=3, topology=topology):
-        hpczero.checkpoint.load(folder, model)
-        parallel_assert(comm, blocks_of(model)[1].calls == 4)
-        loss = step(model, optimizer, comm.rank)
-    parallel_assert(comm, loss == pytest.approx(expected, rel=1e-6), f"{loss} {expected}")
+    world.check(found == names - {"blocks.0.linear.bias"} or found == names, str(found))
+    with world.zeroified(model := after(), optimizer := adamw(model), stage=3):
+        hpczero.checkpoint.load(world.folder, model)
+        world.check(blocks_of(model)[1].calls == 4)
+        loss = step(model, optimizer, world.rank)
+    world.check(loss == pytest.approx(expected, rel=1e-6), f"{loss} {expected}")
 
 
-@pytest.mark.parametrize("make", [plain, compiled_blocks])
-def test_file_with_names_of_wrapped_modules_loads(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, make: Any
-) -> None:
+@pytest.mark.parametrize("make", [Net, compiled_blocks])
+def test_file_with_names_of_wrapped_modules_loads(world: World, make: Any) -> None:
     """As versions before have written it."""
 
     def as_before(body: dict[str, Any]) -> None:
@@ -139,29 +127,27 @@ def test_file_with_names_of_wrapped_modules_loads(
         for key, values in present.items():  # by name, as where they are not equal
             present[key] = dict.fromkeys(names, values["*"])
 
-    with zeroified(model := plain(), optimizer := adamw(model), stage=3, topology=topology):
-        step(model, optimizer, comm.rank)
-        path = hpczero.checkpoint.save(folder, model, step=1)
-        expected = step(model, optimizer, comm.rank)
-    on_root(comm, resigned, path, as_before)
-    on_root(comm, export, path, folder / "m.safetensors")
-    parallel_assert(comm, "_orig_mod" in str(read_manifest(path).table))
-    with zeroified(model := make(), optimizer := adamw(model), stage=3, topology=topology):
+    with world.zeroified(model := Net(), optimizer := adamw(model), stage=3):
+        step(model, optimizer, world.rank)
+        path = hpczero.checkpoint.save(world.folder, model, step=1)
+        expected = step(model, optimizer, world.rank)
+    world.on_root(resigned, path, as_before)
+    world.on_root(export, path, world.folder / "m.safetensors")
+    world.check("_orig_mod" in str(read_manifest(path).table))
+    with world.zeroified(model := make(), optimizer := adamw(model), stage=3):
         hpczero.checkpoint.load(path, model)
-        loss = step(model, optimizer, comm.rank)
-        hpczero.checkpoint.import_weights(folder / "m.safetensors", model)
-    parallel_assert(comm, loss == pytest.approx(expected, rel=1e-6), f"{loss} {expected}")
+        loss = step(model, optimizer, world.rank)
+        hpczero.checkpoint.import_weights(world.folder / "m.safetensors", model)
+    world.check(loss == pytest.approx(expected, rel=1e-6), f"{loss} {expected}")
 
 
-@pytest.mark.parametrize("after", [plain, compiled])
-def test_weights_of_a_compiled_model_are_imported(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, after: Any
-) -> None:
+@pytest.mark.parametrize("after", [Net, compiled])
+def test_weights_of_a_compiled_model_are_imported(world: World, after: Any) -> None:
     expected = {name: value for name, value in Net().state_dict().items() if "extra" not in name}
     foreign = {f"_orig_mod.{name}": value for name, value in expected.items()}
-    on_root(comm, torch.save, foreign, folder / "m.pt")
-    with zeroified(model := after(), None, topology=topology):
-        hpczero.checkpoint.import_weights(folder / "m.pt", model)
+    world.on_root(torch.save, foreign, world.folder / "m.pt")
+    with world.zeroified(model := after(), None):
+        hpczero.checkpoint.import_weights(world.folder / "m.pt", model)
         found = hpczero.full_state_dict(model) or {}
     found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
-    parallel_assert(comm, not found or all(torch.equal(found[n], v) for n, v in expected.items()))
+    world.check(not found or all(torch.equal(found[n], v) for n, v in expected.items()))

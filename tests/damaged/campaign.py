@@ -19,13 +19,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from tests.files.test_regular import WaitedError, at_once
 from tests.helpers.mpirun import ROOT
 from tests.helpers.processes import launch_environment
 
@@ -60,10 +59,6 @@ class Outcome:
     case: Case
     kind: str
     said: str = ""
-
-
-class HangError(BaseException):
-    """Of no kind that a reader catches."""
 
 
 def plan(num_cases: int, seed: int, subjects: Sequence[str] | None = None) -> list[Case]:
@@ -103,22 +98,6 @@ class Told(logging.Handler):
         self.said.append(record.getMessage())
 
 
-@contextmanager
-def limited() -> Iterator[None]:
-    """A wait inside is ended."""
-
-    def hang(_: int, __: FrameType | None) -> None:
-        raise HangError
-
-    before = signal.signal(signal.SIGALRM, hang)
-    signal.alarm(CASE_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 class Reader:
     """Does cases in this process; sound files are made once for each subject."""
 
@@ -156,14 +135,14 @@ class Reader:
         self._told.said.clear()
         kind, said = UNCHANGED, ""
         try:
-            with limited():
+            with at_once(CASE_S):
                 found = subject.read(copy)
             if found != expected:
                 kind = TAKEN if subject.signed else SILENT if subject.has_digest else UNSEEN
                 said = repr(found)[:300]
         except HpcZeroError as error:
             return Outcome(case, ERROR, f"{type(error).__name__}: {error}")
-        except HangError:
+        except WaitedError:
             return Outcome(case, HANG)
         except Exception as error:  # what a command would end with
             return Outcome(case, TRACEBACK, f"{type(error).__name__}: {error}"[:300])

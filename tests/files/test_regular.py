@@ -19,14 +19,14 @@ class WaitedError(BaseException):
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
-    """A wait inside becomes an error."""
+def at_once(limit_s: int = 20) -> Iterator[None]:
+    """A wait inside becomes a WaitedError."""
 
     def waited(*_: object) -> None:
         raise WaitedError
 
     before = signal.signal(signal.SIGALRM, waited)
-    signal.alarm(20)
+    signal.alarm(limit_s)
     try:
         yield
     finally:

@@ -9,19 +9,14 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hpczero
-from tests.helpers.parallel import on_root, parallel_assert
-
-if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.world import World
 
 VOCABULARY = 43
 OPTIONS = {
@@ -52,16 +47,16 @@ def made(kind: str = "LlamaForCausalLM", seed: int = 3, **options: Any) -> Any:
 
 
 def on_disk(
-    comm: MPI.Intracomm, folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any
+    world: World, place: str = "", *, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Path:
-    """Its folder, written by rank 0 in several files. Collective."""
+    """Its folder, ``place`` of the ranks' folder, written by rank 0 in several files. Collective."""
     size = options.pop("max_shard_size", "5KB")
 
     def write() -> None:
-        made(**options).to(dtype).save_pretrained(folder, max_shard_size=size)
+        made(**options).to(dtype).save_pretrained(world.folder / place, max_shard_size=size)
 
-    on_root(comm, write)
-    return folder
+    world.on_root(write)
+    return world.folder / place
 
 
 def change_tensors(file: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -82,18 +77,18 @@ def tokens(rank: int = 0) -> Tensor:
     return torch.randint(3, VOCABULARY, (2, 7), generator=generator)
 
 
-def holds(comm: MPI.Intracomm, model: nn.Module, plain: Callable[[], Any], *but: str) -> None:
+def holds(world: World, model: nn.Module, plain: Callable[[], Any], *but: str) -> None:
     """The whole model has the values of the plain one, in every bit; not where a name is in ``but``. Collective."""
     found = hpczero.full_state_dict(model)
     expected = {} if found is None else plain().state_dict()
     wrong = [n for n in expected if n not in but and not torch.equal(expected[n], (found or {})[n])]
-    parallel_assert(comm, not wrong and expected.keys() == (found or {}).keys(), str(wrong))
+    world.check(not wrong and expected.keys() == (found or {}).keys(), wrong)
 
 
-def sharded(topology: Topology, folder: Path, **options: Any) -> tuple[nn.Module, Any]:
-    """Loaded and zeroified without an optimizer: model and weights. Collective."""
+def sharded(world: World, place: str = "", **options: Any) -> tuple[nn.Module, Any]:
+    """What lies at ``place``, loaded and zeroified without an optimizer: model and weights. Collective."""
     known = ("stage", "transport", "precision")
     zero = {key: options.pop(key) for key in known if key in options}
-    model, weights = hpczero.hf.load(folder, topology=topology, **options)
-    hpczero.zeroify(model, None, topology=topology, initialize=weights, **zero)
+    model, weights = hpczero.hf.load(world.folder / place, topology=world.topology, **options)
+    hpczero.zeroify(model, None, topology=world.topology, initialize=weights, **zero)
     return model, weights

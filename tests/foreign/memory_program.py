@@ -6,53 +6,22 @@ shard, the largest tensor and the largest unit in fp32, and what it has read, al
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-import threading
-import time
 from pathlib import Path
 
 import torch
 import transformers
 
 import hpczero
-
-
-def anonymous() -> int:
-    """Bytes of this process that no file backs."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no RssAnon")
-
-
-class Peak:
-    """The most of it inside the block, sampled."""
-
-    def __enter__(self) -> Peak:
-        gc.collect()
-        self.before = self.most = anonymous()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.is_set():
-            self.most = max(self.most, anonymous())
-            time.sleep(0.002)
+from tests.checkpoint.memory_program import OwnPeak
 
 
 def main(folder: str, transport: str) -> None:
     topology = hpczero.Topology.of_world()
     config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
     transformers.LlamaForCausalLM(config)  # what the library makes once
-    with Peak() as peak:
+    with OwnPeak() as peak:
         model, weights = hpczero.hf.load(folder, topology=topology)
         largest = 4 * max(parameter.numel() for parameter in model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -63,7 +32,7 @@ def main(folder: str, transport: str) -> None:
     largest_unit = 4 * max(unit.spec.layout.numel for unit in hpczero.sharding(model).units)
     found = {"loading": peak.most - peak.before, "shard": shard, "largest": largest}
     found |= {"read": weights.nbytes_read, "unit": largest_unit}
-    with Peak() as peak:
+    with OwnPeak() as peak:
         hpczero.hf.save_pretrained(model, Path(folder) / "saved", dtype="bf16", shard_mib=30)
     found["saving"] = peak.most - peak.before
     print(json.dumps(found), flush=True)

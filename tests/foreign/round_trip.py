@@ -5,12 +5,11 @@ Must not know: which architectures there are.
 
 from __future__ import annotations
 
-import importlib
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +18,11 @@ import hpczero
 from tests.compat.architectures import Architecture
 from tests.compat.construct import Construct, Place, sgd
 from tests.compat.runner import Outcome, judge, learned, train_plain
-from tests.helpers.parallel import parallel_assert
-
-if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.foreign.llama import library
+from tests.helpers.world import World
 
 STEPS = 2
 LOGITS = 1e-6  # of the largest; kernels round the tail of a matrix by where it lies in memory
-
-
-def library() -> Any:
-    """transformers; its import takes seconds."""
-    return importlib.import_module("transformers")
 
 
 def write(architecture: Architecture, folder: Path, *, size: str = "4KB") -> None:
@@ -67,32 +57,30 @@ class RoundTrip:
         problems: what is wrong so far, in words; on rank 0.
     """
 
-    def __init__(self, comm: MPI.Intracomm, architecture: Architecture, folder: Path) -> None:
+    def __init__(self, world: World, architecture: Architecture) -> None:
         """Write the files and train the reference on rank 0. Collective."""
         self.problems: list[str] = []
-        self._comm, self._architecture, self._folder = comm, architecture, folder
+        self._world, self._architecture = world, architecture
         self._construct: Construct = replace(
-            architecture.construct(),
-            build=self._plain_model,
-            steps=STEPS,
+            architecture.construct(), build=self._plain_model, steps=STEPS
         )
         self._plain = Outcome()
         self._batch = architecture.batch(Place(0, 77))
         self._before: Tensor | None = None
         problem = ""
-        if comm.rank == 0:
+        if world.rank == 0:
             try:
-                write(architecture, folder / "before")
-                self._plain = train_plain(self._construct, comm.size)
-                self._before = logits(read(architecture, folder / "before")[0], self._batch)
+                write(architecture, world.folder / "before")
+                self._plain = train_plain(self._construct, world.size)
+                self._before = logits(read(architecture, world.folder / "before")[0], self._batch)
                 problem = "" if learned(self._plain) else "learned nothing: proves nothing"
             except Exception:  # the other ranks wait for the verdict
                 problem = f"plain torch: {traceback.format_exc()}"
-        parallel_assert(comm, not problem, problem)
+        world.check(not problem, problem)
 
     def _plain_model(self) -> Any:
         """As transformers reads it, frozen where its own code freezes it: ``from_pretrained`` forgets that."""
-        model, _ = read(self._architecture, self._folder / "before")
+        model, _ = read(self._architecture, self._world.folder / "before")
         trained = {
             name for name, p in self._architecture.build().named_parameters() if p.requires_grad
         }
@@ -100,44 +88,40 @@ class RoundTrip:
             parameter.requires_grad_(name in trained)
         return model.train()
 
-    def run(self, topology: Topology, *, stage: int, transport: str) -> None:
+    def run(self, *, stage: int, transport: str) -> None:
         """Load, train, save, and compare. Collective."""
         name = f"stage {stage}, {transport}"
-        model, weights = hpczero.hf.load(self._folder / "before", topology=topology)
-        hpczero.zeroify(
-            model,
-            sgd_of := sgd(model),
-            stage=stage,
-            topology=topology,
-            transport=transport,
-            initialize=weights,
-        )
+        topology = self._world.topology
+        model, weights = hpczero.hf.load(self._world.folder / "before", topology=topology)
+        optimizer = sgd(model)
+        options: Any = {"stage": stage, "transport": transport, "initialize": weights}
+        hpczero.zeroify(model, optimizer, topology=topology, **options)
         self._compare(f"{name}: loaded", lambda: self._before, logits(model, self._batch))
         model.train()
         losses = []
         for step in range(STEPS):
-            place = Place(topology.rank, step)
-            sgd_of.zero_grad()
+            place = Place(self._world.rank, step)
+            optimizer.zero_grad()
             torch.manual_seed(place.seed)
             loss = model(**self._architecture.batch(place)).loss
             loss.backward()
-            sgd_of.step()
-            losses.append(self._comm.allgather(loss.item()))
+            optimizer.step()
+            losses.append(self._world.comm.allgather(loss.item()))
         state = hpczero.full_state_dict(model) or {}
-        after = self._folder / name.replace(" ", "-").replace(",", "")
+        after = self._world.folder / name.replace(" ", "-").replace(",", "")
         hpczero.hf.save_pretrained(model, after)
         found = logits(model, self._batch)
         hpczero.release(model)
-        if self._comm.rank == 0:
+        if self._world.rank == 0:
             end = {f"0.{key}": value for key, value in state.items()}
             outcome = Outcome(losses=losses, end=end)
-            self.problems += judge(self._construct, {name: outcome}, self._plain, self._comm.size)
+            self.problems += judge(self._construct, {name: outcome}, self._plain, self._world.size)
             again, wrong = read(self._architecture, after)
             self.problems += [f"{name}: saved and loaded by transformers: {each}" for each in wrong]
             self._compare(f"{name}: saved", lambda: logits(again, self._batch), found)
 
     def _compare(self, what: str, expected: Callable[[], Tensor | None], found: Tensor) -> None:
-        if self._comm.rank != 0:
+        if self._world.rank != 0:
             return
         wanted = expected()
         assert wanted is not None, "of rank 0"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +16,15 @@ from hpczero import finetune
 from hpczero.errors import PlanError
 from hpczero.parallel import close, llama_rule, split
 from tests.foreign.llama import VOCABULARY, holds, library, made, on_disk
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all
+from tests.helpers.world import World
 from tests.parallel.wholes import tensor_ranks
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
-
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+
+def loaded(world: World, **options: Any) -> tuple[Any, Any]:
+    """A model that lies in the ranks' folder, and its weights. Collective."""
+    return hpczero.hf.load(on_disk(world, **options), topology=world.topology)
 
 
 class Wrapped(nn.Module):
@@ -84,15 +82,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_values_follow_the_parameters(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, name: str
-) -> None:
-    on_disk(comm, folder / "a")
-    model, weights = hpczero.hf.load(folder / "a", topology=topology)
+def test_values_follow_the_parameters(world: World, name: str) -> None:
+    model, weights = loaded(world)
     model = CHANGES[name](model)
-    hpczero.zeroify(model, None, topology=topology, initialize=weights)
-    load = partial(library().LlamaForCausalLM.from_pretrained, folder / "a", dtype=torch.float32)
-    holds(comm, model, lambda: CHANGES[name](load()))
+    hpczero.zeroify(model, None, topology=world.topology, initialize=weights)
+    load = library().LlamaForCausalLM.from_pretrained
+    holds(world, model, lambda: CHANGES[name](load(world.folder, dtype=torch.float32)))
     hpczero.release(model)
 
 
@@ -142,35 +137,29 @@ WITHOUT_VALUES = (new_head, untied, more_modules, longer, shorter, added_to_a_co
 @pytest.mark.parametrize("change", WITHOUT_VALUES)
 @pytest.mark.parametrize("ties", [False, True])
 def test_parameters_without_values_in_the_files_are_named_on_all_ranks(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, change: Any, ties: bool
+    world: World, change: Any, ties: bool
 ) -> None:
     """Read by their names they would get what lies there in the files: other values, or those of a neighbour."""
-    on_disk(comm, folder / "a", tie_word_embeddings=ties)
-    model, weights = hpczero.hf.load(folder / "a", topology=topology)
-    zeroify = partial(hpczero.zeroify, topology=topology, initialize=weights)
-    raises_on_all(comm, PlanError, "hpczero.hf.load", zeroify, change(model) or model, None)
+    model, weights = loaded(world, tie_word_embeddings=ties)
+    zeroify = partial(hpczero.zeroify, topology=world.topology, initialize=weights)
+    world.raises(PlanError, "hpczero.hf.load", zeroify, change(model) or model, None)
 
 
 @pytest.mark.ranks(2)
-def test_cut_layers_of_a_model_with_other_names_are_refused_on_all_ranks(
-    comm: MPI.Intracomm, folder: Path
-) -> None:
+def test_cut_layers_of_a_model_with_other_names_are_refused_on_all_ranks(world: World) -> None:
     """Cutting makes new parameters, of which only the names are known: those of the layer that was there."""
-    on_disk(comm, folder / "a", num_key_value_heads=3)
-    with tensor_ranks(comm) as topology:
-        model, weights = hpczero.hf.load(folder / "a", topology=topology)
+    on_disk(world, num_key_value_heads=3)
+    with tensor_ranks(world.comm) as topology:
+        model, weights = hpczero.hf.load(world.folder, topology=topology)
         split(swapped(model), topology, llama_rule(model.config))
         zeroify = partial(hpczero.zeroify, model, None, topology=topology, initialize=weights)
-        raises_on_all(comm, PlanError, "is held in parts", zeroify)
+        world.raises(PlanError, "is held in parts", zeroify)
         close(model)
 
 
-def test_weights_by_name_refuse_another_shape(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
+def test_weights_by_name_refuse_another_shape(world: World) -> None:
     """As an ``initialize`` of one's own calls them; it may ask for the old shape and fill the rest."""
-    on_disk(comm, folder / "a")
-    model, weights = hpczero.hf.load(folder / "a", topology=topology)
+    model, weights = loaded(world)
     with pytest.raises(PlanError, match=r"is \(45, 18\), and was \(43, 18\)"):
         weights("lm_head.weight", torch.empty(VOCABULARY + 2, 18))
     longer(model)
@@ -183,34 +172,33 @@ def test_weights_by_name_refuse_another_shape(
         weights(name, old)
         tensor[:VOCABULARY], tensor[VOCABULARY:] = old, 0.5
 
-    hpczero.zeroify(model, None, topology=topology, initialize=fill)
-    found = comm.bcast(hpczero.full_state_dict(model))
+    hpczero.zeroify(model, None, topology=world.topology, initialize=fill)
+    found = world.comm.bcast(hpczero.full_state_dict(model))
     hpczero.release(model)
     expected = made()
     head = torch.equal(found["lm_head.weight"][:VOCABULARY], expected.lm_head.weight)
-    parallel_assert(comm, head and bool((found["lm_head.weight"][VOCABULARY:] == 0.5).all()))
+    world.check(head and bool((found["lm_head.weight"][VOCABULARY:] == 0.5).all()))
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_low_rank_products_on_loaded_weights_read_every_byte_once(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, quantize: str | None
+    world: World, quantize: str | None
 ) -> None:
     """``first_values`` leaves the reading by ranges to the weights; the products are those of a plain build."""
-    on_disk(comm, folder / "a")
-    model, weights = hpczero.hf.load(folder / "a", topology=topology)
+    model, weights = loaded(world)
     finetune.lora(model, rank=2, seed=5)
     optimizer = torch.optim.AdamW(finetune.trained(model))
     with pytest.raises(PlanError, match=r"initialize=hpczero\.finetune\.first_values\(weights\)"):
-        hpczero.zeroify(model, optimizer, topology=topology, initialize=weights)
+        hpczero.zeroify(model, optimizer, topology=world.topology, initialize=weights)
     first = finetune.first_values(weights, seed=5)
-    hpczero.zeroify(model, optimizer, topology=topology, initialize=first, quantize=quantize)
-    found = comm.bcast(hpczero.full_state_dict(model))
+    hpczero.zeroify(model, optimizer, topology=world.topology, initialize=first, quantize=quantize)
+    found = world.comm.bcast(hpczero.full_state_dict(model))
     hpczero.release(model)
     plain = finetune.lora(made(), rank=2, seed=5)
     expected = plain.state_dict()
     loose = 0.0 if quantize is None else 2e-3
     wrong = [k for k in expected if (found[k] - expected[k]).abs().max() > loose]
-    parallel_assert(comm, found.keys() == expected.keys() and not wrong, str(wrong))
+    world.check(found.keys() == expected.keys() and not wrong, str(wrong))
     base = sum(4 * p.numel() for n, p in plain.named_parameters() if ".lora." not in n)
-    read = comm.allreduce(weights.nbytes_read)
-    parallel_assert(comm, read == base, f"{read} of {base} bytes")
+    read = world.comm.allreduce(weights.nbytes_read)
+    world.check(read == base, f"{read} of {base} bytes")

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +17,7 @@ from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
 from hpczero.hf.hub import find
 from tests.compat.architectures import ARCHITECTURES
 from tests.foreign import llama
-from tests.helpers.parallel import on_root, parallel_assert
-from tests.helpers.small_models import raises_on_all
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.world import World
 
 pytestmark = [
     pytest.mark.mpi,
@@ -43,99 +37,91 @@ def data_nbytes(folder: Path) -> int:
     return found
 
 
-def read_once(comm: MPI.Intracomm, weights: Any, folder: Path) -> None:
+def read_once(world: World, weights: Any) -> None:
     """Ranks have read every byte of the values once, together. Collective."""
-    read = comm.allgather(weights.nbytes_read)
-    parallel_assert(comm, sum(read) == data_nbytes(folder), f"{read}, {data_nbytes(folder)}")
+    read, there = world.comm.allgather(weights.nbytes_read), data_nbytes(world.folder)
+    world.check(sum(read) == there, f"{read}, {there}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_read_every_byte_of_the_files_once_together(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, dtype: torch.dtype
+    world: World, stage: int, dtype: torch.dtype
 ) -> None:
-    llama.on_disk(comm, folder, dtype=dtype)
-    model, weights = llama.sharded(topology, folder, stage=stage)
-    read_once(comm, weights, folder)
-    llama.holds(comm, model, lambda: llama.made().to(dtype).float())
+    llama.on_disk(world, dtype=dtype)
+    model, weights = llama.sharded(world, stage=stage)
+    read_once(world, weights)
+    llama.holds(world, model, lambda: llama.made().to(dtype).float())
     hpczero.release(model)
 
 
-def test_stacked_experts_are_read_by_ranges_too(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
+def test_stacked_experts_are_read_by_ranges_too(world: World) -> None:
     mixtral: Any = next(each for each in ARCHITECTURES if each.name == "mixtral").build()
-    on_root(comm, mixtral.save_pretrained, folder, max_shard_size="5KB")  # a tensor for an expert
-    model, weights = llama.sharded(topology, folder)
-    read_once(comm, weights, folder)
-    llama.holds(comm, model, lambda: mixtral)
+    # A tensor for an expert.
+    world.on_root(mixtral.save_pretrained, world.folder, max_shard_size="5KB")
+    model, weights = llama.sharded(world)
+    read_once(world, weights)
+    llama.holds(world, model, lambda: mixtral)
     hpczero.release(model)
 
 
 def test_a_new_head_is_drawn_by_name_whatever_the_number_of_ranks(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llama.on_disk(comm, folder)
+    llama.on_disk(world)
     kind: Any = llama.library().AutoModelForSequenceClassification
-    load = partial(llama.sharded, topology, folder, model_class=kind, num_labels=4)
+    load = partial(llama.sharded, world, model_class=kind, num_labels=4)
     drawn: list[Any] = []
     for seed in (0, 0, 1):
         model, weights = load(seed=seed)
-        drawn.append(comm.bcast(hpczero.full_state_dict(model))["score.weight"])
+        drawn.append(world.comm.bcast(hpczero.full_state_dict(model))["score.weight"])
         hpczero.release(model)
-    told = comm.allgather([record.getMessage() for record in caplog.records])
-    parallel_assert(comm, weights.missing == ("score.weight",), str(weights.missing))
-    parallel_assert(comm, weights.unexpected == ("lm_head.weight",), str(weights.unexpected))
-    parallel_assert(comm, "score.weight" in str(told[0]) and not any(told[1:]), str(told))
+    told = world.comm.allgather([record.getMessage() for record in caplog.records])
+    world.check(weights.missing == ("score.weight",), str(weights.missing))
+    world.check(weights.unexpected == ("lm_head.weight",), str(weights.unexpected))
+    world.check("score.weight" in str(told[0]) and not any(told[1:]), str(told))
     with torch.random.fork_rng():  # what the model draws for a head, keyed by seed and name
         torch.manual_seed(zlib.crc32(b"0 score.weight"))
         expected = torch.empty(4, 18).normal_(0.0, 0.02)
     found = [torch.equal(each, expected) for each in drawn]
-    parallel_assert(comm, found == [True, True, False], "of seeds 0, 0 and 1")
-    raises_on_all(comm, CheckpointMismatch, "score.weight", load, missing="refuse")
+    world.check(found == [True, True, False], "of seeds 0, 0 and 1")
+    world.raises(CheckpointMismatch, "score.weight", load, missing="refuse")
 
 
-def test_a_head_of_another_size_is_drawn_if_that_is_asked_for(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
+def test_a_head_of_another_size_is_drawn_if_that_is_asked_for(world: World) -> None:
     kind = "LlamaForSequenceClassification"
-    llama.on_disk(comm, folder, kind=kind, num_labels=3)
-    load = partial(llama.sharded, topology, folder, num_labels=5)
+    llama.on_disk(world, kind=kind, num_labels=3)
+    load = partial(llama.sharded, world, num_labels=5)
     said = r"score.weight is \(3, 18\) in the files and \(5, 18\) in the model"
-    raises_on_all(comm, CheckpointMismatch, said, load)
+    world.raises(CheckpointMismatch, said, load)
     model, weights = load(ignore_mismatched_sizes=True)
-    llama.holds(comm, model, lambda: llama.made(kind, num_labels=3), "score.weight")
+    llama.holds(world, model, lambda: llama.made(kind, num_labels=3), "score.weight")
     hpczero.release(model)
-    parallel_assert(comm, weights.mismatched == ("score.weight",), str(weights.mismatched))
+    world.check(weights.mismatched == ("score.weight",), str(weights.mismatched))
 
 
-def test_old_names_and_prefixes_are_those_of_transformers(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    llama.on_disk(comm, folder, kind="LlamaModel", max_shard_size="1GB")  # without "model."
+def test_old_names_and_prefixes_are_those_of_transformers(world: World) -> None:
+    llama.on_disk(world, kind="LlamaModel", max_shard_size="1GB")  # without "model."
     kind: Any = llama.library().LlamaForCausalLM
-    model, weights = llama.sharded(topology, folder, model_class=kind)
-    parallel_assert(comm, weights.missing == ("lm_head.weight",), str(weights.missing))
-    llama.holds(comm, model, lambda: kind.from_pretrained(folder), "lm_head.weight")
+    model, weights = llama.sharded(world, model_class=kind)
+    world.check(weights.missing == ("lm_head.weight",), str(weights.missing))
+    llama.holds(world, model, lambda: kind.from_pretrained(world.folder), "lm_head.weight")
     hpczero.release(model)
 
 
-def test_tied_weights_with_two_values_are_refused(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    llama.on_disk(comm, folder, tie_word_embeddings=True, max_shard_size="1GB")
+def test_tied_weights_with_two_values_are_refused(world: World) -> None:
+    llama.on_disk(world, tie_word_embeddings=True, max_shard_size="1GB")
 
     def add(tensors: dict[str, Any], change: float) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["lm_head.weight"][-1, -1] += change
 
-    file = folder / "model.safetensors"
-    on_root(comm, llama.change_tensors, file, partial(add, change=0.0))
-    model, _ = llama.sharded(topology, folder)
+    file = world.folder / "model.safetensors"
+    world.on_root(llama.change_tensors, file, partial(add, change=0.0))
+    model, _ = llama.sharded(world)
     hpczero.release(model)
-    on_root(comm, llama.change_tensors, file, partial(add, change=1.0))
-    said = "tie_word_embeddings"
-    raises_on_all(comm, CheckpointMismatch, said, llama.sharded, topology, folder)
+    world.on_root(llama.change_tensors, file, partial(add, change=1.0))
+    world.raises(CheckpointMismatch, "tie_word_embeddings", llama.sharded, world)
 
 
 INDEX = "model.safetensors.index.json"
@@ -221,26 +207,22 @@ HARMS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_damaged_folder_is_one_error_on_all_ranks(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, harm: str
-) -> None:
+def test_damaged_folder_is_one_error_on_all_ranks(world: World, harm: str) -> None:
     do, kind, said = HARMS[harm]
-    llama.on_disk(comm, folder)
-    on_root(comm, do, folder)
-    raises_on_all(comm, kind, said, llama.sharded, topology, folder)
+    llama.on_disk(world)
+    world.on_root(do, world.folder)
+    world.raises(kind, said, llama.sharded, world)
 
 
-def test_what_cannot_be_loaded_is_named(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    load = partial(llama.sharded, topology)
-    raises_on_all(comm, ConfigError, "no such folder", load, folder / "none")
-    llama.on_disk(comm, folder)
-    raises_on_all(comm, ConfigError, "num_label", load, folder, num_label=3)
+def test_what_cannot_be_loaded_is_named(world: World) -> None:
+    load = partial(llama.sharded, world)
+    world.raises(ConfigError, "no such folder", load, "none")
+    llama.on_disk(world)
+    world.raises(ConfigError, "num_label", load, num_label=3)
     longer = llama.VOCABULARY + 1
-    raises_on_all(comm, CheckpointMismatch, "in the files and", load, folder, vocab_size=longer)
+    world.raises(CheckpointMismatch, "in the files and", load, vocab_size=longer)
     kind: Any = llama.library().GPT2LMHeadModel
-    raises_on_all(comm, ConfigError, "LlamaConfig", load, folder, model_class=kind)
+    world.raises(ConfigError, "LlamaConfig", load, model_class=kind)
 
 
 @pytest.mark.parametrize(
@@ -257,83 +239,77 @@ def test_what_cannot_be_loaded_is_named(
     ],
 )
 def test_a_config_that_transformers_cannot_use_is_named(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, changes: Any, said: str
+    world: World, changes: Any, said: str
 ) -> None:
     """Whatever transformers says of it: errors of any kind come out of there."""
-    llama.on_disk(comm, folder)
-    on_root(comm, llama.change_json, folder / "config.json", **changes)
-    raises_on_all(comm, ConfigError, said, llama.sharded, topology, folder)
+    llama.on_disk(world)
+    world.on_root(llama.change_json, world.folder / "config.json", **changes)
+    world.raises(ConfigError, said, llama.sharded, world)
 
 
-def test_a_model_of_the_hub_is_found_in_the_cache_and_not_asked_for(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
+def test_a_model_of_the_hub_is_found_in_the_cache_and_not_asked_for(world: World) -> None:
     commit = "0" * 40
-    place = folder / "models--somebody--small" / "snapshots" / commit
-    if comm.rank == 0:
-        (folder / "models--somebody--small" / "refs").mkdir(parents=True)
-        (folder / "models--somebody--small" / "refs" / "main").write_text(commit)
-    llama.on_disk(comm, place)
-    hub = hpczero.hf.Hub(cache_dir=str(folder), local_files_only=True)
-    model, weights = hpczero.hf.load("somebody/small", topology=topology, hub=hub)
-    parallel_assert(comm, not weights.missing and model.config.hidden_size == 18)
-    other = partial(hpczero.hf.load, "somebody/other", topology=topology, hub=hub)
-    raises_on_all(comm, ConfigError, "hf download somebody/other", other)
+    llama.on_disk(world, f"models--somebody--small/snapshots/{commit}")
+    refs = world.folder / "models--somebody--small" / "refs"
+    if world.rank == 0:
+        refs.mkdir()
+        (refs / "main").write_text(commit)
+    world.comm.Barrier()
+    hub = hpczero.hf.Hub(cache_dir=str(world.folder), local_files_only=True)
+    model, weights = hpczero.hf.load("somebody/small", topology=world.topology, hub=hub)
+    world.check(not weights.missing and model.config.hidden_size == 18)
+    other = partial(hpczero.hf.load, "somebody/other", topology=world.topology, hub=hub)
+    world.raises(ConfigError, "hf download somebody/other", other)
 
 
 def test_one_rank_of_each_node_downloads_and_the_first_before_the_others(
-    comm: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[bool] = []
 
     def download(name: str, *, local_files_only: bool, **options: Any) -> str:
         calls.append(local_files_only)
         assert name == "somebody/small", options
-        return str(folder)
+        return str(world.folder)
 
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    apart = hpczero.Topology.create(comm, nodes=[rank // 2 for rank in range(comm.size)])
+    apart = hpczero.Topology.create(world.comm, nodes=[rank // 2 for rank in range(world.size)])
     path = find("somebody/small", hpczero.hf.Hub(), apart)
     apart.free()
-    found = comm.allgather(calls)
+    found = world.comm.allgather(calls)
     # False: by the network. The root asks twice, which costs nothing: it has all by then.
     expected = [
         [False, False, True] if rank == 0 else [False, True] if rank % 2 == 0 else [True]
-        for rank in range(comm.size)
+        for rank in range(world.size)
     ]
-    parallel_assert(comm, found == expected and path == folder, str(found))
+    world.check(found == expected and path == world.folder, str(found))
 
 
 @pytest.mark.ranks(2, 3)
-def test_nodes_with_other_files_are_refused(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    mine = folder / str(min(comm.rank, 1))
+def test_nodes_with_other_files_are_refused(world: World) -> None:
+    mine = str(min(world.rank, 1))
     if torch.distributed.is_initialized():  # transformers would write on rank 0 alone
         torch.distributed.destroy_process_group()
-    if comm.rank < 2:
-        llama.made(seed=comm.rank).save_pretrained(mine)
-    comm.Barrier()
-    said = "same files to every node"
-    raises_on_all(comm, CheckpointMismatch, said, llama.sharded, topology, mine)
+    if world.rank < 2:
+        llama.made(seed=world.rank).save_pretrained(world.folder / mine)
+    world.comm.Barrier()
+    world.raises(CheckpointMismatch, "same files to every node", llama.sharded, world, mine)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_half_precision_computes_with_the_rounded_masters(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int
-) -> None:
-    llama.on_disk(comm, folder)
-    model, weights = hpczero.hf.load(folder, topology=topology)
+def test_half_precision_computes_with_the_rounded_masters(world: World, stage: int) -> None:
+    llama.on_disk(world)
+    model, weights = hpczero.hf.load(world.folder, topology=world.topology)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hpczero.zeroify(
-        model, optimizer, topology=topology, initialize=weights, stage=stage, precision="bf16"
+        model, optimizer, topology=world.topology, initialize=weights, stage=stage, precision="bf16"
     )
     ids = llama.tokens()
     with torch.no_grad():
         found = model(input_ids=ids).logits
         expected = llama.made().to(torch.bfloat16)(input_ids=ids).logits
-    llama.holds(comm, model, llama.made)
+    llama.holds(world, model, llama.made)
     hpczero.release(model)
-    parallel_assert(comm, torch.equal(found.float(), expected.float()), "logits")
+    world.check(torch.equal(found.float(), expected.float()), "logits")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +14,8 @@ import hpczero
 from hpczero.errors import ConfigError
 from hpczero.parallel import llama_rule, split
 from tests.foreign import llama
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.small_models import same
+from tests.helpers.world import World
 
 pytestmark = [
     pytest.mark.mpi,
@@ -72,51 +67,49 @@ def write(folder: Path, seed: int = 4) -> Any:
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_code_of_the_folder_is_run_where_it_is_trusted(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    plain = write(folder / "a") if comm.rank == 0 else None
-    comm.Barrier()
-    raises_on_all(comm, ConfigError, "custom code", llama.sharded, topology, folder / "a")
-    model, _ = llama.sharded(topology, folder / "a", trust_remote_code=True)
+def test_code_of_the_folder_is_run_where_it_is_trusted(world: World) -> None:
+    plain = write(world.folder / "a") if world.rank == 0 else None
+    world.comm.Barrier()
+    world.raises(ConfigError, "custom code", llama.sharded, world, "a")
+    model, _ = llama.sharded(world, "a", trust_remote_code=True)
     x = torch.ones(2, 7)
     with torch.no_grad():
         found = model(x)
-    hpczero.hf.save_pretrained(model, folder / "b")
+    hpczero.hf.save_pretrained(model, world.folder / "b")
     hpczero.release(model)
-    wrong = ""
-    if plain is not None:
+
+    def judge() -> None:
+        assert plain is not None
         with torch.no_grad():
-            wrong = "" if torch.equal(found, plain(x)) else "output"
+            assert torch.equal(found, plain(x))
         # Of parameters: from_pretrained leaves the buffer, which only __init__ computes, without values.
-        again = llama.library().AutoModel.from_pretrained(folder / "b", trust_remote_code=True)
-        same = zip(plain.parameters(), again.parameters(), strict=True)
-        wrong += "" if all(torch.equal(a, b) for a, b in same) else ", saved"
-    parallel_assert(comm, not wrong, wrong)
+        again = llama.library().AutoModel.from_pretrained(
+            world.folder / "b", trust_remote_code=True
+        )
+        assert same(plain.parameters(), again.parameters())
+
+    world.on_root(judge)
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_share_layers_read_their_parts_and_save_the_whole(
-    comm: MPI.Intracomm, folder: Path
-) -> None:
+def test_ranks_that_share_layers_read_their_parts_and_save_the_whole(world: World) -> None:
     options: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16}
-    llama.on_disk(comm, folder / "a", **options)
-    topology = hpczero.Topology.create(comm, mesh=hpczero.Mesh(tensor=2))
-    model, weights = hpczero.hf.load(folder / "a", topology=topology)
+    llama.on_disk(world, "a", **options)
+    topology = hpczero.Topology.create(world.comm, mesh=hpczero.Mesh(tensor=2))
+    model, weights = hpczero.hf.load(world.folder / "a", topology=topology)
     split(model, topology, llama_rule(model.config))
     hpczero.zeroify(model, None, topology=topology, initialize=weights)
     ids = llama.tokens()
     with torch.no_grad():
         found = model(input_ids=ids).logits
-    hpczero.hf.save_pretrained(model, folder / "b")
+    hpczero.hf.save_pretrained(model, world.folder / "b")
     hpczero.release(model)
     topology.free()
-    wrong = ""
-    if comm.rank == 0:
+
+    def judge() -> None:
         plain = llama.made(**options)
-        apart = float((plain(input_ids=ids).logits - found).detach().abs().max())
-        wrong = "" if apart < 1e-6 else f"logits differ by {apart}"
-        again = llama.library().AutoModelForCausalLM.from_pretrained(folder / "b")
-        same = zip(plain.parameters(), again.parameters(), strict=True)
-        wrong += "" if all(torch.equal(a, b) for a, b in same) else ", saved"
-    parallel_assert(comm, not wrong, wrong)
+        assert float((plain(input_ids=ids).logits - found).detach().abs().max()) < 1e-6
+        again = llama.library().AutoModelForCausalLM.from_pretrained(world.folder / "b")
+        assert same(plain.parameters(), again.parameters())
+
+    world.on_root(judge)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.compat.architectures import ARCHITECTURES, Architecture
 from tests.foreign.more_architectures import MORE
+from tests.foreign.round_trip import RoundTrip
 from tests.helpers.cases import EVERYTHING
-from tests.helpers.parallel import parallel_assert
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.world import World
 
 pytestmark = [
     pytest.mark.mpi,
@@ -40,12 +33,8 @@ CASES = [(stage, transport) for stage in (0, 1, 2, 3) for transport in ("flat", 
     [each for each in [*ARCHITECTURES, *MORE] if EVERYTHING or each.name in CHOSEN],
     ids=lambda each: each.name,
 )
-def test_trains_from_disk_to_disk(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, architecture: Architecture
-) -> None:
-    from tests.foreign.round_trip import RoundTrip  # hpczero.hf starts torch
-
-    trip = RoundTrip(comm, architecture, folder)
+def test_trains_from_disk_to_disk(world: World, architecture: Architecture) -> None:
+    trip = RoundTrip(world, architecture)
     for stage, transport in CASES if EVERYTHING else [CHOSEN[architecture.name]]:
-        trip.run(topology, stage=stage, transport=transport)
-    parallel_assert(comm, not trip.problems, "\n".join(trip.problems[:8]))
+        trip.run(stage=stage, transport=transport)
+    world.check(not trip.problems, "\n".join(trip.problems[:8]))

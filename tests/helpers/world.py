@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.errors import HpcZeroError
 from tests.helpers import small_models
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import Loss
 
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
+    import pytest
     from mpi4py import MPI
 
     from hpczero import Topology
@@ -26,20 +28,38 @@ if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
 class World:
     """All ranks of the run, which enter a test together. Every method is collective."""
 
-    def __init__(self, comm: MPI.Intracomm, topology: Topology) -> None:
-        self.comm, self.topology = comm, topology
+    def __init__(self, comm: MPI.Intracomm, topology: Topology, folder: Path | None = None) -> None:
+        self.comm, self.topology, self._folder = comm, topology, folder
         self.rank, self.size = comm.rank, comm.size
         self.own = range(self.rank, self.rank + 1)  # this rank alone, for loops over ranks
+
+    @property
+    def folder(self) -> Path:
+        """Empty when the test begins, and the same on all ranks."""
+        assert self._folder is not None, "only the fixture ``world`` has one"
+        return self._folder
 
     def check(self, condition: object, message: object = "") -> None:
         """Fail on every rank if ``condition`` is false on any."""
         __tracebackhide__ = True
         parallel_assert(self.comm, condition, str(message))
 
-    def raises(self, kind: type[Exception], pattern: str, call: Callable[[], object]) -> str:
+    def raises(
+        self,
+        kind: type[Exception],
+        pattern: str,
+        call: Callable[..., object],
+        *args: Any,
+        **options: Any,
+    ) -> str:
         """``call`` raises ``kind`` with a message like ``pattern`` on every rank, agreed; returns this rank's."""
         __tracebackhide__ = True
-        return small_models.raises_on_all(self.comm, kind, pattern, call)
+        return small_models.raises_on_all(self.comm, kind, pattern, call, *args, **options)
+
+    def on_root(self, call: Callable[..., object], *args: Any, **options: Any) -> None:
+        """``call`` on rank 0 alone, before any rank goes on; where it fails, the test fails on all ranks."""
+        __tracebackhide__ = True
+        on_root(self.comm, call, *args, **options)
 
     def zeroified(
         self, model: nn.Module, optimizer: Any, **options: Any
@@ -49,11 +69,11 @@ class World:
 
     @contextmanager
     def mlp(
-        self, make: Callable[[nn.Module], Any], **options: Any
+        self, make: Callable[[small_models.MLP], Any] | None, **options: Any
     ) -> Iterator[tuple[small_models.MLP, Any]]:
-        """An ``MLP`` with the optimizer that ``make`` makes, sharded inside."""
+        """An ``MLP`` with the optimizer that ``make`` makes, if it is given, sharded inside."""
         model = small_models.MLP()
-        optimizer = make(model)
+        optimizer = None if make is None else make(model)
         with self.zeroified(model, optimizer, **options):
             yield model, optimizer
 
@@ -72,6 +92,12 @@ class World:
         self.raises(kind, pattern, lambda: hpczero.zeroify(model, optimizer, **options))
         same = _identity(model, optimizer) == before
         self.check(same, "the model or the optimizer was changed")
+
+    def check_told(self, caplog: pytest.LogCaptureFixture, words: str, times: int = 1) -> None:
+        """Rank 0, and no other one, has logged a line with these words, so often."""
+        __tracebackhide__ = True
+        told = sum(words in record.getMessage() for record in caplog.records)
+        self.check(told == (times if self.rank == 0 else 0), caplog.text)
 
     def backward(self, model: nn.Module, plain: nn.Module, loss: Loss) -> None:
         """Of the mean over all ranks: in shards of this rank's ``loss``, in plain torch of everybody's."""
