@@ -131,12 +131,8 @@ class SlurmCluster:
             )
 
     def _configure(self) -> None:
-        for part in (
-            "disk",
-            "state",
-            "dev",
-            *(f"{kind}-{n}" for kind in ("spool", "tmp") for n in self.nodes),
-        ):
+        of_nodes = [f"{kind}-{node}" for kind in ("spool", "tmp") for node in self.nodes]
+        for part in ("disk", "state", "dev", *of_nodes):
             (self.folder / part).mkdir()
         key = self.folder / "munge.key"
         key.touch(0o600)
