@@ -101,7 +101,7 @@ def test_too_few_key_and_value_heads_and_dropout_are_refused(comm: MPI.Intracomm
         def refused(pattern: str, **changes: Any) -> None:
             model = build("llama", **changes)
             raises_on_all(
-                comm, PlanError, pattern, lambda: split(model, topology, llama_rule(model.config))
+                comm, PlanError, pattern, split, model, topology, llama_rule(model.config)
             )
 
         refused("fewer than the 2 tensor parallel ranks", num_key_value_heads=1)

@@ -165,14 +165,12 @@ def test_a_model_is_split_once_and_before_zeroify(comm: MPI.Intracomm) -> None:
         message = "'wte' .*cannot be split|was split already"
         raises_on_all(comm, PlanError, message, lambda: split(model, topology, gpt_rule(CONFIG)))
         close(model)
-        other, message = GPT(CONFIG), "zeroified already"
+        other, given = GPT(CONFIG), gpt_rule(CONFIG)
         with (
             tensor_ranks(comm, shard=comm.size) as shards,
             zeroified(other, sgd(other), topology=shards),
         ):
-            raises_on_all(
-                comm, PlanError, message, lambda: split(other, topology, gpt_rule(CONFIG))
-            )
+            raises_on_all(comm, PlanError, "zeroified already", split, other, topology, given)
 
 
 def put_in(model: nn.Module) -> None:
