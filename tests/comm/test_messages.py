@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import nn
 
 import hpczero
 from hpczero.comm import Hierarchical, algorithms
-from hpczero.memory.buffers import DTYPES, Use
+from hpczero.memory.buffers import DTYPES
 from hpczero.plan import Plan
 from hpczero.plan import footprint as rounds
 from hpczero.plan.rules import default_rule
+from tests.comm.suite import allocated
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -23,19 +25,6 @@ if TYPE_CHECKING:
     from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(3, 4)]
-
-
-class Forgetful:
-    """Keeps no requests, so that each message is described anew."""
-
-    def get(self, key: object) -> None:
-        return None
-
-    def displaced(self, key: object, requests: int) -> None:
-        return None
-
-    def free(self) -> None:
-        return None
 
 
 @pytest.fixture(params=["nodes of one rank", "nodes of two ranks"])
@@ -67,7 +56,8 @@ def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
             described[0] += 1
             return super().Send_init(*args, **options)
 
-    monkeypatch.setattr(algorithms, "Standing", Forgetful)
+    # No requests stand, so that each message is described anew.
+    monkeypatch.setattr(algorithms, "Standing", partial(algorithms.Standing, most=0))
     monkeypatch.setattr(rounds, "EXCHANGE_MESSAGES", most)
     monkeypatch.setattr(rounds, "GATHER_MESSAGES", most)
     monkeypatch.setattr(rounds, "LEAST_BYTES", 2**12)
@@ -77,13 +67,8 @@ def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
     transport = Hierarchical(topology, node_dtype=node_dtype)
     between: Any = transport._rails
     between.comm = Counting(between.comm)
-    gradients = []
-    for unit in plan.units:
-        gradients.append(
-            transport.allocate(unit.layout.padded_numel, dtype, category="exchange", use=Use.REDUCE)
-        )
-        gradients[-1].release()
-    transport.settle()
+    numels = [unit.layout.padded_numel for unit in plan.units]
+    _, gradients = allocated(transport, numels, dtype)
     for unit, gradient in zip(plan.units, gradients, strict=True):
         name = unit.name
         whole = torch.ones(unit.layout.padded_numel, dtype=dtype)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +12,6 @@ import torch
 
 import hpczero
 from hpczero.comm import choose, tuning
-from hpczero.comm import tuning as sample
 from hpczero.comm.devices import DirectReach, HostReach, StagedReach
 from hpczero.comm.rails import DEFAULT, AlgorithmChoice, Rails
 from hpczero.comm.tuning import cache_file, tune
@@ -33,15 +30,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(3, 4)]
 
 
 @pytest.fixture(autouse=True)
-def _cache(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Not tmp_path: several ranks that make pytest's folders at once trip over each other.
+def _cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "BUDGET_S", 0.5)
-    folder = tempfile.mkdtemp() if comm.rank == 0 else None
-    monkeypatch.setenv("XDG_CACHE_HOME", str(comm.bcast(folder)))
-    yield
-    comm.Barrier()
-    if folder is not None:
-        shutil.rmtree(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 @pytest.fixture
@@ -163,17 +154,17 @@ def test_numbers_of_nodes_share_a_measurement_by_buckets_where_the_same_algorith
 def test_many_nodes_are_measured_in_samples_all_at_once(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(sample, "MOST_NODES", most)
+    monkeypatch.setattr(tuning, "MOST_NODES", most)
     topology = hpczero.Topology.create(comm, list(range(comm.size)))
     seen: list[tuple[int, int]] = []
-    right = sample.Sample.ones
+    right = tuning.Sample.ones
 
-    def watched(self: sample.Sample, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def watched(self: tuning.Sample, numel: int, dtype: torch.dtype) -> torch.Tensor:
         seen.append((self.comm.size, numel * dtype.itemsize))
         return right(self, numel, dtype)
 
-    monkeypatch.setattr(sample.Sample, "ones", watched)
-    found = sample.Sample.create(topology.shard, HostReach())
+    monkeypatch.setattr(tuning.Sample, "ones", watched)
+    found = tuning.Sample.create(topology.shard, HostReach())
     together = sorted(found.comm.allgather(comm.rank))
     found.comm.Free()
     selection = tune(topology.shard, torch.float32)

@@ -47,9 +47,8 @@ def test_numbers_and_reductions(comm: MPI.Intracomm, topology: Topology) -> None
     parallel_assert(comm, exchange.reduced(mine, "sum", "reduce").equal(expected.sum(0)))
     parallel_assert(comm, exchange.reduced(mine, "mean", "reduce").allclose(expected.mean(0)))
     parallel_assert(comm, exchange.reduced(mine, "max", "reduce").equal(expected.amax(0)))
-    parallel_assert(
-        comm, exchange.any_of({"a": comm.rank == 0, "b": False}, "agree") == {"a": True, "b": False}
-    )
+    found = exchange.any_of({"a": comm.rank == 0, "b": False}, "agree")
+    parallel_assert(comm, found == {"a": True, "b": False})
     parallel_assert(comm, exchange.of_root({"from": comm.rank}, "tell") == {"from": 0})
 
 
@@ -67,25 +66,17 @@ def test_padding_reaches_the_longest_of_any_rank(
 @pytest.mark.ranks(2, 3)
 def test_ranks_in_different_calls_are_named(comm: MPI.Intracomm, topology: Topology) -> None:
     what = "save" if comm.rank == 1 else "evaluate a batch"
-    raises_on_all(
-        comm,
-        CommError,
-        "rank 1 is about to save, and rank 0 to evaluate a batch",
-        lambda: messages.same_call(topology.world, what),
-    )
+    said = "rank 1 is about to save, and rank 0 to evaluate a batch"
+    raises_on_all(comm, CommError, said, messages.same_call, topology.world, what)
 
 
 @pytest.mark.ranks(2, 3)
 def test_tensors_that_cannot_be_joined_are_named(comm: MPI.Intracomm, topology: Topology) -> None:
-    exchange = ChunkedExchange(topology)
     kinds = torch.ones(2, dtype=torch.int64 if comm.rank == 1 else torch.float32)
-    raises_on_all(
-        comm, CommError, "rank 1 brings torch.int64", lambda: exchange.joined(kinds, "gather")
-    )
     shapes = torch.ones(2, 3 + comm.rank)
-    raises_on_all(
-        comm, CommError, r"rank 1 brings shape \(2, 4\)", lambda: exchange.joined(shapes, "gather")
-    )
+    for said, tensor in (("torch.int64", kinds), (r"shape \(2, 4\)", shapes)):
+        joined = ChunkedExchange(topology).joined
+        raises_on_all(comm, CommError, f"rank 1 brings {said}", joined, tensor, "gather")
 
 
 def test_large_arrays_go_in_pieces(

@@ -99,9 +99,8 @@ def test_ranks_with_other_meshes_are_refused_on_all(comm: MPI.Intracomm) -> None
     from hpczero import Topology
 
     odd = Mesh(replicate=comm.size) if comm.rank == 1 else Mesh(shard=comm.size)
-    raises_on_all(
-        comm, TopologyError, r"rank\(s\) 1, the degrees", lambda: Topology.create(comm, mesh=odd)
-    )
+    said = r"rank\(s\) 1, the degrees"
+    raises_on_all(comm, TopologyError, said, Topology.create, comm, mesh=odd)
 
 
 @pytest.mark.mpi
