@@ -73,9 +73,8 @@ def expected(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return in_numpy([brought(rank, shape, dtype) for rank in range(size)])
 
 
-def test_all_reduce_has_the_bits_of_numpys_sum_in_rank_order(
-    comm: MPI.Intracomm, sums: Sums
-) -> None:
+def check_sums(comm: MPI.Intracomm, sums: Sums) -> None:
+    """Of all types and shapes: the bits of NumPy's sum in rank order; the argument stays as it was."""
     for dtype, shape in product(DTYPES, SHAPES):
         own = brought(comm.rank, shape, dtype)
         found = sums.all_reduce(own)
@@ -83,6 +82,10 @@ def test_all_reduce_has_the_bits_of_numpys_sum_in_rank_order(
         parallel_assert(comm, same, f"{dtype} {shape}")
         unchanged = bits(own) == bits(brought(comm.rank, shape, dtype))
         parallel_assert(comm, unchanged and (comm.size == 1 or found is not own), "argument")
+
+
+def test_all_reduce_is_numpys_sum_in_rank_order(comm: MPI.Intracomm, sums: Sums) -> None:
+    check_sums(comm, sums)
 
 
 def test_non_contiguous_tensors_are_summed_as_what_they_show(
@@ -220,10 +223,7 @@ def test_accounts_have_calls_and_the_bytes_that_others_read(
 def test_nodes_decide_the_path_and_not_the_bits(comm: MPI.Intracomm, nodes: list[int]) -> None:
     topology = Topology.create(comm, nodes)
     sums = sums_over(topology.world)
-    for dtype, shape in product(DTYPES, SHAPES):
-        found = sums.all_reduce(brought(comm.rank, shape, dtype))
-        same = bits(found) == bits(expected(comm.size, shape, dtype))
-        parallel_assert(comm, same, f"{dtype} {shape}")
+    check_sums(comm, sums)
     kinds = {type(path) for path in sums._paths.values()}
     expected_kind = SharedPath if len(set(nodes)) == 1 else MessagePath
     parallel_assert(comm, kinds == {expected_kind}, str(kinds))

@@ -114,8 +114,8 @@ def test_what_ranks_send_in_a_step_is_what_the_plan_says(
     initialize = adapter.initializer(model, 1)
     divide(options, adapter, model, topology)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    how: dict[str, Any] = {"stage": stage, "topology": topology, "transport": "flat"}
-    hpczero.zeroify(model, optimizer, initialize=initialize, **how)
+    how: dict[str, Any] = {"stage": stage, "transport": "flat"}
+    hpczero.zeroify(model, optimizer, topology=topology, initialize=initialize, **how)
     passes = passes_of(options, adapter, model, accumulation=times, accelerator=HostAccelerator())
     generator = torch.Generator().manual_seed(topology.data.rank)
     tokens = torch.randint(0, 64, (times, micro, 17), generator=generator).numpy()
@@ -123,24 +123,13 @@ def test_what_ranks_send_in_a_step_is_what_the_plan_says(
     before = dict(stats.calls)
     take(passes, 0, lambda _, i: (tokens[i, :, :-1], tokens[i, :, 1:]))
     optimizer.step()
-    spread = Spread(
-        config,
-        mesh,
-        comm.size,
-        stage=stage,
-        precision="fp32",
-        micro_batch=micro,
-        accumulation=times,
-        sequence_parallel=options.sequence,
-        schedule=options.order,
-        interleave=options.interleave,
-        transport="flat",
-    )
+    how |= {"precision": "fp32", "micro_batch": micro, "accumulation": times}
+    how |= {"schedule": options.order, "interleave": options.interleave}
+    spread = Spread(config, mesh, comm.size, sequence_parallel=options.sequence, **how)
     planned = sent_by(spread, topology.pipeline.index)
     calls = [stats.calls[verb] - before.get(verb, 0) for verb in ("all_gather", "reduce_scatter")]
-    parallel_assert(
-        comm, calls == [planned.all_gathers, planned.reduce_scatters], f"{calls} {planned}"
-    )
+    of_shards = [planned.all_gathers, planned.reduce_scatters]
+    parallel_assert(comm, calls == of_shards, f"{calls} {planned}")
     if isinstance(passes, PipelinePasses):
         messages = passes._pipeline.messages.stats.sent_nbytes
         expected = planned.pipeline.nbytes + planned.ties.nbytes
@@ -152,8 +141,7 @@ def test_what_ranks_send_in_a_step_is_what_the_plan_says(
         counted = sum(sums.stats.sent_nbytes.values())
         # The loss: a maximum, a sum and a logit of each token, fp32, to the one other rank.
         loss = times * micro * 16 * 3 * 4
-        parallel_assert(
-            comm, counted == planned.tensor.nbytes + loss, f"{counted} {planned.tensor} {loss}"
-        )
+        told = f"{counted} {planned.tensor} {loss}"
+        parallel_assert(comm, counted == planned.tensor.nbytes + loss, told)
     hpczero.release(model)
     topology.free()

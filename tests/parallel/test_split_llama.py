@@ -38,9 +38,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 3,
     "head_dim": 4,
     "max_position_embeddings": 32,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
