@@ -10,7 +10,7 @@ import pytest
 from hpczero.errors import ConfigError, PlanError, TopologyError
 from hpczero.job.mesh import DATA, DEGREES, Mesh
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, tiny_tokens
+from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, tiny_tokens, update
 from tests.helpers.world import World
 
 if TYPE_CHECKING:
@@ -144,8 +144,6 @@ def trained(
     part: MPI.Comm, stage: int, nodes: list[int] | None, *, data: int, steps: int
 ) -> list[bytes]:
     """Losses and weights of a training on the ranks of ``part``, as bytes."""
-    import numpy as np
-
     import hpczero
 
     topology = hpczero.Topology.create(cast("MPI.Intracomm", part), nodes)
@@ -157,9 +155,8 @@ def trained(
         tokens = tiny_tokens(10 * data + 2 * step + part.rank)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        left.append(np.array(topology.gather(loss.item())).tobytes())
+        update(optimizer)
+        left.append(str(topology.gather(loss.item())).encode())
     weights = hpczero.full_state_dict(model)
     if weights is not None:
         left += [value.numpy().tobytes() for value in weights.values()]
