@@ -48,7 +48,6 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"pipeline": 2, "schedule": "gpipe"},
         {"pipeline": 2, "shard": "1"},
         {"shard": "2"},
-        {"tensor": 2, "pipeline": 2, "interleave": 2},
     ],
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hpczero
 from hpczero import Mesh, Pipeline, Topology
 from hpczero.models import GPT
-from hpczero.parallel import cut, gpt_stages
+from hpczero.parallel import close, cut, gpt_rule, gpt_stages, split
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, tiny_gpt
 
@@ -84,15 +84,19 @@ class Staged:
         nodes: Sequence[int] | None = None,
         hold: bool = True,
         reduce: str = "once",
+        tensor: int = 1,
         replicate: int = 1,
+        sequence: bool = False,
         change: Callable[[nn.Module], object] = lambda model: None,
         **options: Any,
     ) -> None:
         """Collective. ``options`` are those of ``zeroify``; ``change`` is called between it and the cut."""
-        mesh = Mesh.of(comm.size, pipeline=pipeline, replicate=replicate)
+        mesh = Mesh.of(comm.size, pipeline=pipeline, tensor=tensor, replicate=replicate)
         self.topology = Topology.create(comm, nodes, mesh=mesh)
         how: dict[str, Any] = {"interleave": interleave, "balance": balance}
         self.model = cut(model, self.topology, gpt_stages(model), **how)
+        if tensor > 1:
+            split(self.model, self.topology, gpt_rule(model.config), sequence=sequence)
         change(self.model)
         self.optimizer = adamw(self.model, lr=1e-3, eps=1e-2)
         hpczero.zeroify(self.model, self.optimizer, topology=self.topology, **options)
@@ -132,6 +136,8 @@ class Staged:
     def release(self) -> None:
         """Collective."""
         hpczero.release(self.model)
+        if self.topology.tensor.size > 1:
+            close(self.model)
         self.topology.free()
 
 
@@ -147,10 +153,7 @@ def check_bits(
 
 
 def check_near(
-    comm: MPI.Intracomm,
-    found: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    within: float,
+    comm: MPI.Intracomm, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], within: float
 ) -> None:
     """Something was found, and no element differs by more."""
     far = {name: float((value - expected[name]).abs().max()) for name, value in found.items()}

@@ -112,6 +112,23 @@ def test_replicas_of_stages_on_nodes_equal_one_process(
     check_equal(comm, found.train(batches), trained_plainly(gpt(), batches))
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole tokens", "tokens along ranks"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("stage", "interleave"), [(1, 1), (3, 2)])
+def test_stages_whose_layers_are_split_equal_one_process(
+    comm: MPI.Intracomm, staged: Make, stage: int, interleave: int, tied: bool, sequence: bool
+) -> None:
+    """Two stages of two tensor ranks; losses and norms, for gradients are of parts."""
+    batches = [[batch(s, 2)] for s in range(3)]
+    model = gpt(seed=1 + comm.rank, tie_embeddings=tied)
+    options: dict[str, Any] = {"tensor": 2, "sequence": sequence, "interleave": interleave}
+    found = staged(model, micro_batches=2, stage=stage, **options).train(batches)
+    expected = trained_plainly(gpt(tie_embeddings=tied), batches)
+    pairs = zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
+    parallel_assert(comm, all(abs(a - b) < 1e-6 * b for a, b in pairs), f"{found.losses}")
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
@@ -230,9 +247,7 @@ def test_one_of_the_chunks_of_a_stage_may_be_frozen(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not f"{name}.".startswith(tuple(f"{n}." for n in frozen)))
 
-    stages = staged(
-        gpt(tie_embeddings=False), micro_batches=4, interleave=2, change=freeze, **options
-    )
-    plain = gpt(tie_embeddings=False)
+    options = {"micro_batches": 4, "interleave": 2, "change": freeze, **options}
+    stages, plain = staged(gpt(tie_embeddings=False), **options), gpt(tie_embeddings=False)
     freeze(plain)
     check_equal(comm, stages.train(batches), trained_plainly(plain, batches))
