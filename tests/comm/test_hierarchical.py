@@ -10,7 +10,6 @@ from hpczero.comm.rails import AlgorithmChoice, Selection
 from tests.comm.conduct import makes, on_nodes
 from tests.comm.suite import CollectivesSuite
 
-
 # Numbers of ranks, where not any.
 RANKS = {"one node": (), "nodes of one rank": (3, 4), "block": (4,), "cyclic": (4,)}
 

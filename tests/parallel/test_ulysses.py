@@ -14,13 +14,7 @@ from hpczero.models import GPT, GPTConfig
 from hpczero.parallel import close, gpt_rule, own_tokens, share_sequence, split
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import grad, raises_on_all
-from tests.parallel.wholes import (
-    off,
-    randomize,
-    tensor_ranks,
-    tokens_and_targets,
-    whole_values,
-)
+from tests.parallel.wholes import off, randomize, tensor_ranks, tokens_and_targets, whole_values
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -45,11 +45,7 @@ def values(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1,), (), (0, 4), (70001,)], ids=str)
 def test_activations_and_gradients_pass_to_neighbours(
-    comm: MPI.Intracomm,
-    stages: Topology,
-    reach: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
+    comm: MPI.Intracomm, stages: Topology, reach: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     """Down with several on the way at a time, then up; twice over the same messages."""
     messages, rank, last = (
