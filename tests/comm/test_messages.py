@@ -17,7 +17,7 @@ from hpczero.plan import Plan
 from hpczero.plan import footprint as rounds
 from hpczero.plan.rules import default_rule
 from tests.comm.suite import allocated
-from tests.helpers.parallel import parallel_assert
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,11 +41,7 @@ def topology(comm: MPI.Intracomm, request: pytest.FixtureRequest) -> Iterator[To
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("most", [4, 100])
 def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    monkeypatch: pytest.MonkeyPatch,
-    precision: str,
-    most: int,
+    world: World, monkeypatch: pytest.MonkeyPatch, precision: str, most: int
 ) -> None:
     from mpi4py import MPI
 
@@ -62,9 +58,9 @@ def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
     monkeypatch.setattr(rounds, "GATHER_MESSAGES", most)
     monkeypatch.setattr(rounds, "LEAST_BYTES", 2**12)
     model = nn.Sequential(nn.Linear(301, 401), nn.Linear(401, 103), nn.Linear(103, 7))
-    plan = Plan.build(model, stage=3, num_shards=comm.size, precision=precision, rule=default_rule)
+    plan = Plan.build(model, stage=3, num_shards=world.size, precision=precision, rule=default_rule)
     dtype, node_dtype = DTYPES[precision], DTYPES[plan.precision.reduce]
-    transport = Hierarchical(topology, node_dtype=node_dtype)
+    transport = Hierarchical(world.topology, node_dtype=node_dtype)
     between: Any = transport._rails
     between.comm = Counting(between.comm)
     numels = [unit.layout.padded_numel for unit in plan.units]
@@ -79,17 +75,17 @@ def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
         out = torch.empty(unit.layout.shard_numel)
         transport.reduce_scatter(gradient.tensor, out, scale=1.0, name=name).wait()
         gradient.release()
-        parallel_assert(comm, bool((out == comm.size).all()), name)
+        world.check(bool((out == world.size).all()), name)
     footprint = transport.footprint
     expected = plan.traffic(footprint=footprint).messages
     sent = sum(between.messages)
     scratch = between._scratch._buffer
     held = scratch.nbytes if scratch is not None else 0
     transport.close()
-    parallel_assert(comm, described[0] == sent == expected, f"{described} {sent} {expected}")
+    world.check(described[0] == sent == expected, f"{described} {sent} {expected}")
     wire = plan.wire_itemsize(footprint)
-    alone = topology.num_nodes == comm.size and wire == plan.precision.param_itemsize
+    alone = world.topology.num_nodes == world.size and wire == plan.precision.param_itemsize
     shards = [unit.layout.shard_numel for unit in plan.units]
     most_held = max(footprint.rail_nbytes(shard, wire, alone=alone) for shard in shards)
-    parallel_assert(comm, held == most_held, f"{held} {most_held}")
-    parallel_assert(comm, expected <= 3 * len(shards) * max(most, topology.num_nodes - 1))
+    world.check(held == most_held, f"{held} {most_held}")
+    world.check(expected <= 3 * len(shards) * max(most, world.topology.num_nodes - 1))

@@ -57,10 +57,8 @@ def test_every_algorithm_that_fits_is_measured_and_all_ranks_choose_alike(
     sizes = [choice.at_nbytes for choice in selection.exchanges if choice.seconds]
     parallel_assert(comm, sizes[0] == 2**14 and sizes == sorted(set(sizes)), str(sizes))
     # the best of what was measured, or the default where it is about as good
-    for choice, default in (
-        (first, DEFAULT.gathers[0]),
-        (selection.exchanges[0], DEFAULT.exchanges[0]),
-    ):
+    second = selection.exchanges[0]
+    for choice, default in ((first, DEFAULT.gathers[0]), (second, DEFAULT.exchanges[0])):
         best = min(choice.seconds.values())
         good = choice.seconds[choice.name] == best or choice.algorithm == default.algorithm
         parallel_assert(comm, good, str(choice))
@@ -200,22 +198,23 @@ def test_buffers_on_a_device_are_measured_there(
 ) -> None:
     accelerator = Elsewhere()
     reach, used, devices = kind(accelerator), set(), set()
-    made, moved, ones = Rails.gather, Rails.reduce, torch.ones
+    ones = torch.ones
 
-    def gather(self: Rails, *given: Any) -> None:
-        used.add(self._reach)
-        made(self, *given)
+    def watch(operation: str) -> None:
+        made = getattr(Rails, operation)
 
-    def reduce(self: Rails, *given: Any) -> None:
-        used.add(self._reach)
-        moved(self, *given)
+        def call(self: Rails, *given: Any) -> None:
+            used.add(self._reach)
+            made(self, *given)
+
+        monkeypatch.setattr(Rails, operation, call)
 
     def watched(*given: Any, **options: Any) -> torch.Tensor:
         devices.add(options.get("device"))
         return ones(*given, **options)
 
-    monkeypatch.setattr(Rails, "gather", gather)
-    monkeypatch.setattr(Rails, "reduce", reduce)
+    watch("gather")
+    watch("reduce")
     monkeypatch.setattr(torch, "ones", watched)
     selection = tune(nodes.shard, torch.float32, reach=reach)
     parallel_assert(comm, used == {reach} and devices == {accelerator.device}, f"{devices}")

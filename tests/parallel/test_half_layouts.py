@@ -78,15 +78,9 @@ def test_a_layout_in_bf16_makes_the_casts_of_the_reference(comm: MPI.Intracomm, 
             found = train_laid_out(CONFIG, topology, options, around=around, **how)
             if topology.is_root:
                 assert found.state is not None, "given to rank 0"
-                data = topology.data.size
-                expected = steps_by_hand(
-                    CONFIG,
-                    masters,
-                    data,
-                    options.tensor,
-                    sequence=options.sequence,
-                    micro_batches=MICRO_BATCHES,
-                )
+                data, split = topology.data.size, options.tensor
+                how = {"sequence": options.sequence, "micro_batches": MICRO_BATCHES}
+                expected = steps_by_hand(CONFIG, masters, data, split, **how)
                 wrong = wrong_masters([*masters, found.state], expected)
                 numbers = Trained([s.loss for s in expected], [s.norm for s in expected])
                 wrong += problems(found, numbers, tolerance=TOLERANCE)
