@@ -82,7 +82,7 @@ def test_rounds_of_many_nodes_are_limited() -> None:
 
 
 def preflight(ranks: int, folder: Path, words: str) -> Finished:
-    line = ["-m", "hpczero.preflight", "--directory", folder, *words.split()]
+    line = ["-m", "hpczero.preflight", "--directory", str(folder), *words.split()]
     return run_ranks(ranks, line, timeout=60)
 
 

@@ -110,7 +110,7 @@ def test_sizes_that_are_not_those_of_the_job_are_refused_in_it(
     submit: Submitter, name: str, value: str, given: str
 ) -> None:
     # sbatch in front: the variable cannot reach the #SBATCH lines.
-    script = ROOT / "slurm" / "train.sh"
+    script = str(ROOT / "slurm" / "train.sh")
     line = ["sbatch", "--parsable", script]
     job = submit.submitted(submit.cluster.run(line, env={name: value}, cwd=submit.folder))
     job.ends_with(78)
@@ -138,7 +138,7 @@ def test_cores_of_a_rank_are_told_to_srun_and_not_to_the_daemons_of_mpirun(
 
 
 def test_rank_without_a_number_of_cores_is_not_held_to_one(submit: Submitter) -> None:
-    line = ["sbatch", "--parsable", "--mem=0", ROOT / "slurm" / "point.sh", "env"]
+    line = ["sbatch", "--parsable", "--mem=0", f"{ROOT}/slurm/point.sh", "env"]
     env = {"CPU_BIND": "none"}
     job = submit.submitted(submit.cluster.run(line, env=env, cwd=submit.folder))
     job.ends_with(0)
@@ -288,7 +288,7 @@ def test_ranks_that_do_not_see_each_other_are_refused(submit: Submitter) -> None
     names = ("SLURM_NODELIST", "SLURM_STEPID", "SLURM_STEP_ID", "SLURM_JOBID")
     hidden = [f"--unset={name}" for name in names]
     step = ["srun", "--mpi=none", "--nodes=2", "--ntasks-per-node=1", "env", *hidden]
-    train = [ROOT / ".venv/bin/python", "-m", "hpczero.train", "--run.folder", submit.folder]
+    train = f"{ROOT}/.venv/bin/python -m hpczero.train --run.folder {submit.folder}".split()
     alone = submit.cluster.run([*step, *train], check=False)
     assert "MPI sees 1 rank(s), but SLURM_STEP_NUM_TASKS=2" in alone.stderr, alone
     assert "78" in alone.stderr
