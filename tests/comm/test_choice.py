@@ -144,14 +144,6 @@ def test_algorithms_may_be_named(comm: MPI.Intracomm, monkeypatch: pytest.Monkey
     topology.free()
 
 
-@pytest.mark.ranks(3)
-def test_algorithm_that_does_not_fit_the_nodes_is_refused(comm: MPI.Intracomm) -> None:
-    topology = hpczero.Topology.create(comm, [0, 1, 2])
-    said = "doubling does not work between 3 nodes"
-    raises_on_all(comm, ConfigError, said, choose, topology, algorithms="all_gather=doubling")
-    topology.free()
-
-
 @pytest.mark.ranks(2)
 def test_unknown_name_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
     said = "transport: got 'nccl', expected one of auto, flat, hierarchical, window"

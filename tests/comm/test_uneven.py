@@ -129,10 +129,7 @@ class TestShortRounds(UnevenSuite):
 
     large_numel = 2**12 + 3  # a thousand rounds
     gathers = (AlgorithmChoice("pairwise", 20),)
-    exchanges = (
-        AlgorithmChoice("pairwise", 24),
-        AlgorithmChoice("pairwise", 512, from_nbytes=200),
-    )
+    exchanges = (AlgorithmChoice("pairwise", 24), AlgorithmChoice("pairwise", 512, from_nbytes=200))
     make = makes(Uneven, selection=Selection(gathers, exchanges))
 
 
@@ -164,9 +161,8 @@ def test_sums_have_the_bits_of_flat_in_any_dtype_and_round(
         gradients = []
         wanted = list(product((torch.float32, torch.bfloat16), (3, 65, 1027)))
         for dtype, size in wanted:
-            gradients.append(
-                transport.allocate(size * comm.size, dtype, category="c", use=Use.REDUCE)
-            )
+            numel = size * comm.size
+            gradients.append(transport.allocate(numel, dtype, category="c", use=Use.REDUCE))
             gradients[-1].release()
         transport.settle()
         for (dtype, size), gradient in zip(wanted, gradients, strict=True):
@@ -174,9 +170,8 @@ def test_sums_have_the_bits_of_flat_in_any_dtype_and_round(
             gradient.tensor.copy_(contribution(comm.rank, size * comm.size, dtype))
             found, expected = torch.ones(size), torch.ones(size)
             for way, out in ((transport, found), (flat, expected)):
-                way.reduce_scatter(
-                    gradient.tensor, out, scale=1 / 3, accumulate=True, name="u"
-                ).wait()
+                given: dict[str, Any] = {"scale": 1 / 3, "accumulate": True, "name": "u"}
+                way.reduce_scatter(gradient.tensor, out, **given).wait()
             gradient.release()
             parallel_assert(comm, bits(found) == bits(expected), f"{nodes}, {size} x {dtype}")
         transport.close()
@@ -222,4 +217,6 @@ def test_what_needs_equal_nodes_is_refused_by_name_on_all_ranks(comm: MPI.Intrac
     topology.free()
     even = hpczero.Topology.create(comm, [0, 1, 2])
     raises_on_all(comm, TopologyError, r"all 3 node\(s\) have 1 rank\(s\)", lambda: Uneven(even))
+    said = "doubling does not work between 3 nodes"
+    raises_on_all(comm, ConfigError, said, choose, even, algorithms="all_gather=doubling")
     even.free()
