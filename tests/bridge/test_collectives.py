@@ -303,11 +303,8 @@ def test_elements_are_sent_where_memory_holds_their_negatives(
             dist.all_reduce(total)
             first = negative(*shape)
             dist.broadcast(first, 0)
-            pairs = [
-                *zip(rows, given, strict=True),
-                (total, torch.stack(given).sum(0)),
-                (first, given[0]),
-            ]
+            pairs = list(zip(rows, given, strict=True))
+            pairs += [(total, torch.stack(given).sum(0)), (first, given[0])]
             if not all(torch.allclose(found, expected) for found, expected in pairs):
                 wrong.append(shape)
     parallel_assert(comm, not wrong, str(wrong))
@@ -347,9 +344,7 @@ def test_operations_that_gloo_has_not(comm: MPI.Intracomm) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_tensors_that_are_not_contiguous_are_read_and_filled_in_order(
-    comm: MPI.Intracomm,
-) -> None:
+def test_tensors_that_are_not_contiguous_are_read_and_filled_in_order(comm: MPI.Intracomm) -> None:
     mine, other = values(comm.rank, (4, 6)), values(1 - comm.rank, (4, 6))
     with bridge(comm):
         whole = mine.clone().t()

@@ -234,38 +234,31 @@ def test_calls_that_callbacks_start_are_in_one_order_on_ranks_where_they_run_at_
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_calls_that_cannot_be_are_refused_where_they_are_made(comm: MPI.Intracomm) -> None:
-    other = 1 - comm.rank
-    wrong: dict[str, Callable[[], object]] = {
-        "meta, expected one on cpu or cuda": lambda: dist.all_reduce(torch.ones(2, device="meta")),
-        "layout torch.sparse_coo": lambda: dist.all_reduce(torch.eye(2).to_sparse()),
-        "BAND of torch.float32": lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
-        "AVG of torch.int64": lambda: dist.all_reduce(torch.tensor([1]), dist.ReduceOp.AVG),
-        "cut into": lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)),
-        "to rank -2, tag 0, over process group of 2 rank(s): expected a rank from": lambda: (
-            dist.isend(torch.ones(2), -2)
+    ones, folded = torch.ones, torch.ones(1).expand(4)  # whose elements lie in one place
+    wrong: dict[str, tuple[Callable[..., object], Any]] = {
+        "meta, expected one on cpu or cuda": (dist.all_reduce, [ones(2, device="meta")]),
+        "layout torch.sparse_coo": (dist.all_reduce, [torch.eye(2).to_sparse()]),
+        "BAND of torch.float32": (dist.all_reduce, [ones(2), dist.ReduceOp.BAND]),
+        "AVG of torch.int64": (dist.all_reduce, [torch.tensor([1]), dist.ReduceOp.AVG]),
+        "cut into": (dist.all_to_all_single, [ones(3), ones(3)]),
+        "to rank -2, tag 0, over process group of 2 rank(s): expected a": (
+            dist.isend,
+            [ones(2), -2],
         ),
-        "from rank -1, tag 0": lambda: dist.irecv(torch.ones(2), -1),
-        "from rank 9, tag 0": lambda: dist.irecv(torch.ones(2), 9),
-        "tag -3": lambda: dist.isend(torch.ones(2), other, tag=-3),
-        "allreduce over process group 0: got a tensor of shape (4,) and strides (0,)": lambda: (
-            dist.all_reduce(torch.ones(1).expand(4))
-        ),
-        "several elements lie in one place": lambda: dist.all_gather(
-            [torch.ones(1).expand(4) for _ in range(2)], torch.ones(4)
-        ),
-        "receive of (3,) float32": lambda: dist.irecv(torch.ones(1).expand(3), other),
-        "got rank 7 of the group as its root, expected 0 to 1": lambda: dist.broadcast(
-            torch.ones(1), 7
-        ),
-        "reduce over process group 0: got rank 7": lambda: dist.reduce(torch.ones(1), 7),
-        "got 1 output tensors, expected 2": lambda: dist.all_to_all(
-            [torch.ones(1)], [torch.ones(1)]
-        ),
+        "from rank -1, tag 0": (dist.irecv, [ones(2), -1]),
+        "from rank 9, tag 0": (dist.irecv, [ones(2), 9]),
+        "tag -3": (dist.isend, [ones(2), 1 - comm.rank, None, -3]),
+        "got a tensor of shape (4,) and strides (0,)": (dist.all_reduce, [folded]),
+        "several elements lie in one place": (dist.all_gather, [[folded, folded], ones(4)]),
+        "receive of (3,) float32": (dist.irecv, [ones(1).expand(3), 1 - comm.rank]),
+        "got rank 7 of the group as its root, expected 0 to 1": (dist.broadcast, [ones(1), 7]),
+        "reduce over process group 0: got rank 7": (dist.reduce, [ones(1), 7]),
+        "got 1 output tensors, expected 2": (dist.all_to_all, [[ones(1)], [ones(1)]]),
     }
     with bridge(comm):
-        for pattern, call in wrong.items():
+        for pattern, (call, given) in wrong.items():
             with pytest.raises(CommError, match=re.escape(pattern)):
-                call()
+                call(*given)
         found = [torch.zeros(4) for _ in range(2)]
         dist.all_gather(found, torch.ones(1).expand(4))  # to be read it may; the group is as before
         assert found[1].tolist() == [1] * 4
@@ -287,9 +280,7 @@ def barrier(limit: timedelta) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_barrier_and_wait_that_are_given_a_time_raise_when_it_is_over(
-    comm: MPI.Intracomm,
-) -> None:
+def test_barrier_and_wait_that_are_given_a_time_raise_when_it_is_over(comm: MPI.Intracomm) -> None:
     with bridge(comm):
         error = ""
         if comm.rank == 0:

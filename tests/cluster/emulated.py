@@ -40,8 +40,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from tests.helpers.forkserver import BASE
 from tests.helpers.forkserver import server as forkserver
@@ -72,6 +71,16 @@ OPEN_MPI = {
     "OMPI_MCA_oob_tcp_if_include": SUBNET,
     "HPCZERO_LAUNCH": "",  # mpirun, whatever launches jobs outside
 }
+
+
+JOBS = ["-m", "mpi4py", "-m", "tests.cluster.jobs"]
+"""What follows ``python``, with the name of a job behind."""
+
+
+def reported(finished: Finished) -> Any:
+    """What rank 0 of a job of ``jobs.py`` has written."""
+    assert finished.returncode == 0, finished
+    return json.loads(finished.stdout.splitlines()[-1])
 
 
 class ClusterError(RuntimeError):
@@ -172,13 +181,8 @@ class EmulatedCluster:
         Raises:
             ClusterError: what the kernel or a tool refused.
         """
-        numbers = (
-            self.hosts,
-            round(self.rate_mbit * 1e6),
-            self.mtu,
-            self.burst_nbytes,
-            QUEUE_NBYTES,
-        )
+        bit_s = round(self.rate_mbit * 1e6)
+        numbers = (self.hosts, bit_s, self.mtu, self.burst_nbytes, QUEUE_NBYTES)
         flags = ["--fork", "--kill-child", "--pid", "--mount-proc", "--net", "--ipc"]
         self._keeper = subprocess.Popen(
             ["unshare", *flags, os.fspath(FOLDER / "network.sh"), *map(str, numbers)],
@@ -196,12 +200,7 @@ class EmulatedCluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -288,9 +287,7 @@ class EmulatedCluster:
 
     def _count(self, host: int, direction: Literal["tx", "rx"]) -> int:
         show = ["ip", "-n", f"host{host}", "-statistics", "-json", "link", "show", "dev", "eth0"]
-        shown = subprocess.run(
-            [*self._enter(), *show], capture_output=True, text=True, check=True
-        ).stdout
+        shown = subprocess.check_output([*self._enter(), *show], text=True)
         return int(json.loads(shown)[0]["stats64"][direction]["bytes"])
 
     def _enter(self) -> tuple[str, ...]:

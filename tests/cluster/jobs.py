@@ -63,12 +63,8 @@ def send(nbytes_in_all: str) -> None:
     pairs = [(a, b) for a in range(WORLD.size) for b in range(WORLD.size) if a != b]
     seconds(dict.fromkeys(pairs, 1))  # connect
     seconds({(0, 1): whole})  # on no link
-    found = {
-        "between hosts": seconds({(0, 2): whole}),
-        "out of one host": seconds({(0, 2): half, (1, 3): half}),
-        "into one host": seconds({(2, 0): half, (3, 1): half}),
-    }
-    report(found)
+    out_of_one, into_one = {(0, 2): half, (1, 3): half}, {(2, 0): half, (3, 1): half}
+    report([seconds(messages) for messages in ({(0, 2): whole}, out_of_one, into_one)])
 
 
 def stages(folder: str) -> None:
@@ -101,43 +97,23 @@ def stages(folder: str) -> None:
     topology.free()
 
 
-def collectives(node_of_rank: str = "") -> None:
-    """Digests of what ``Flat`` computes, on the nodes given (``0,0,1``) or else found."""
-    import torch
+def crossing(names: str, numel: str, times: str, node_of_rank: str = "") -> None:
+    """Gathers and reductions of ``numel`` fp32 elements by transports: bytes of their accounts, a digest of each.
 
-    from hpczero import Topology
-    from hpczero.comm import Flat
-
-    given = [int(word) for word in node_of_rank.split(",")] if node_of_rank else None
-    topology = Topology.of_world(given)
-    transport = Flat(topology)
-    generator = torch.Generator().manual_seed(topology.rank)
-    digests = {"nodes": repr(topology.world.nodes)}
-    shard_numel = 4099
-    for dtype in (torch.float32, torch.bfloat16):
-        full = torch.randn(topology.size * shard_numel, generator=generator).to(dtype)
-        out = torch.zeros(shard_numel)
-        transport.reduce_scatter(full, out, scale=0.3, name="test").wait()
-        transport.all_gather(full, name="test").wait()
-        for name, tensor in (("reduce_scatter", out), ("all_gather", full)):
-            content = tensor.view(torch.uint8).numpy().tobytes()
-            digests[f"{name} {dtype}"] = hashlib.sha256(content).hexdigest()
-    report(digests)
-    transport.close()
-    topology.free()
-
-
-def crossing(names: str, numel: str, times: str) -> None:
-    """Gathers and reductions of ``numel`` fp32 elements by transports: bytes of their accounts, a digest of each."""
+    On the nodes given (``0,0,1``) or else found.
+    """
     import torch
 
     from hpczero import Topology
 
     torch.set_num_threads(1)
-    topology = Topology.of_world()
+    given = [int(word) for word in node_of_rank.split(",")] if node_of_rank else None
+    topology = Topology.of_world(given)
     found = [_crossed(topology, name, int(numel), int(times)) for name in names.split(",")]
     sent = sum(nbytes for nbytes, _ in found)
-    report({"node": topology.node_index, "sent": sent, "digests": [digest for _, digest in found]})
+    digests = [digest for _, digest in found]
+    nodes = repr(topology.world.nodes)
+    report({"node": topology.node_index, "nodes": nodes, "sent": sent, "digests": digests})
     topology.free()
 
 
@@ -216,12 +192,7 @@ def train() -> None:
         ("window", "all_gather=pairwise"),
         ("auto", "measure"),
     ]
-    report(
-        {
-            f"{transport}, {algorithms}": digest(transport, algorithms)
-            for transport, algorithms in ways
-        }
-    )
+    report({", ".join(way): digest(*way) for way in ways})
     topology.free()
 
 
@@ -292,18 +263,5 @@ def without_compiler(job: Callable[..., None]) -> Callable[..., None]:
 
 
 if __name__ == "__main__":
-    jobs = (
-        nodes,
-        send,
-        stages,
-        collectives,
-        crossing,
-        train,
-        differ,
-        fail,
-        part_with,
-        hang,
-        namespaces,
-    )
-    job = {job.__name__: job for job in jobs}[sys.argv[1]]
+    job = globals()[sys.argv[1]]
     (without_compiler(job) if job in (train, differ) else job)(*sys.argv[2:])

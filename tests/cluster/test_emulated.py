@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from tests.cluster import emulated
-from tests.cluster.emulated import EmulatedCluster, Placement, node_map, why_not
-from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
+from tests.cluster.emulated import JOBS, EmulatedCluster, Placement, node_map, reported, why_not
+from tests.helpers.mpirun import ROOT, run_command, run_ranks
 from tests.helpers.pace import pace
-from tests.helpers.processes import end_family, family, launch_environment
+from tests.helpers.processes import end_family, family, launch_environment, write_tool
 
 pytestmark = pytest.mark.machine
 
@@ -29,29 +29,9 @@ NBYTES = 5_000_000
 RATE_MBIT = 100
 BOUND_S = NBYTES * 8 / (RATE_MBIT * 1e6)
 LAUNCH_NBYTES = 200_000  # more than Open MPI says to itself between the hosts of one job
-JOBS = ["-m", "mpi4py", "-m", "tests.cluster.jobs"]
+HOSTS = 4
 # Open MPI gives the ranks of a job that failed seconds to end by themselves, which these do not need.
 NO_GRACE = {"OMPI_MCA_odls_base_sigkill_timeout": "0"}
-
-
-@pytest.fixture(scope="module")
-def possible() -> None:
-    """Skips where there can be no emulated cluster."""
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-
-
-@pytest.fixture(scope="module")
-def cluster(possible: None) -> Iterator[EmulatedCluster]:
-    with EmulatedCluster(hosts=4, rate_mbit=RATE_MBIT) as cluster:
-        yield cluster
-
-
-def reported(finished: Finished) -> Any:
-    """What the job's rank 0 wrote."""
-    assert finished.returncode == 0, finished
-    return json.loads(finished.stdout.splitlines()[-1])
 
 
 def inhabitants(namespace: str) -> list[int]:
@@ -108,16 +88,8 @@ def test_mpi_finds_the_hosts_as_nodes(
     assert f"node 1 ({hosts[expected[1][0]]})" in ranks[0]["header"]
 
 
-def test_hosts_beyond_the_given_ones_stay_idle() -> None:
-    assert node_map(4, (3, 1), "block") == [0, 0, 0, 1]
-    assert node_map(4, (3, 1), "cyclic") == [0, 1, 0, 0]
-    assert node_map(2, 2, "cyclic") == [0, 1, 0, 1]
-
-
 @pytest.mark.parametrize("ranks_per_host", [0, (), (0, 0), (1, 1, 1), (2, -1)])
-def test_numbers_of_ranks_that_make_no_job_are_refused(
-    ranks_per_host: int | Sequence[int],
-) -> None:
+def test_numbers_of_ranks_that_make_no_job_are_refused(ranks_per_host: int | Sequence[int]) -> None:
     with pytest.raises(ValueError, match="ranks_per_host is"):
         node_map(2, ranks_per_host)
 
@@ -139,14 +111,13 @@ def check_traffic(cluster: EmulatedCluster) -> None:
     after = [(cluster.bytes_sent(host), cluster.bytes_received(host)) for host in range(3)]
 
     bound = NBYTES * 8 / (cluster.rate_mbit * 1e6)
-    shortest, longest = min(seconds.values()), max(seconds.values())
+    shortest, longest = min(seconds), max(seconds)
     assert shortest > 0.9 * bound, (seconds, bound)
     assert longest < 3 * bound or longest < 3 * bound * pace(), (seconds, bound)
 
     # Sent and received by host, in messages of NBYTES: see jobs.send. What stays within a host is on no link.
-    for (old, new), messages in zip(
-        zip(before, after, strict=True), [(2, 1), (0.5, 1.5), (0.5, 0.5)], strict=True
-    ):
+    messages_of = [(2, 1), (0.5, 1.5), (0.5, 0.5)]
+    for old, new, messages in zip(before, after, messages_of, strict=True):
         for counted, expected in zip((new[0] - old[0], new[1] - old[1]), messages, strict=True):
             payload = expected * NBYTES
             assert payload < counted < 1.02 * payload + LAUNCH_NBYTES
@@ -160,12 +131,12 @@ def test_flat_collectives_equal_those_on_one_host_with_the_same_nodes(
     cluster: EmulatedCluster,
 ) -> None:
     nodes = node_map(cluster.hosts, (2, 2), "cyclic")
-    emulated_run = cluster.run([*JOBS, "collectives"], ranks_per_host=(2, 2), placement="cyclic")
-    faked_run = run_ranks(4, [*JOBS, "collectives", ",".join(map(str, nodes))], timeout=60)
+    job = [*JOBS, "crossing", "flat", "16396", "2"]
+    emulated_run = cluster.run(job, ranks_per_host=(2, 2), placement="cyclic")
+    faked_run = run_ranks(4, [*job, ",".join(map(str, nodes))], timeout=60)
     found, expected = reported(emulated_run), reported(faked_run)
     assert found == expected
     assert found[0]["nodes"] == "((0, 2), (1, 3))"
-    assert len({rank["reduce_scatter torch.float32"] for rank in found}) == 4
 
 
 # --- how it ends
@@ -248,10 +219,7 @@ def test_nothing_is_left_when_its_owner_is_killed(possible: None) -> None:
 
 
 def test_two_clusters_at_once_do_not_disturb_each_other(cluster: EmulatedCluster) -> None:
-    with (
-        EmulatedCluster(hosts=3, rate_mbit=RATE_MBIT / 2) as other,
-        ThreadPoolExecutor(2) as pool,
-    ):
+    with EmulatedCluster(hosts=3, rate_mbit=RATE_MBIT / 2) as other, ThreadPoolExecutor(2) as pool:
         for check in [pool.submit(check_traffic, each) for each in (cluster, other)]:
             check.result()
 
@@ -265,9 +233,7 @@ def test_why_not_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool in ("ip", "tc") else "/bin/true")
     assert "needs ip and tc" in str(why_not())
-    other = tmp_path / "mpirun"
-    other.write_text("#!/bin/sh\necho 'HYDRA build details:'\n")
-    other.chmod(0o755)
+    other = write_tool(tmp_path / "mpirun", "#!/bin/sh\necho 'HYDRA build details:'\n")
     monkeypatch.setattr(emulated, "ROOT", tmp_path)
     monkeypatch.setattr(shutil, "which", lambda tool: os.fspath(other))
     assert why_not() == "an emulated cluster needs Open MPI 4, found 'HYDRA build details:'"
@@ -296,16 +262,7 @@ def test_command_shows_the_output_the_bytes_and_the_exit_code(possible: None) ->
 
 
 def test_command_refuses_more_hosts_in_the_list_than_there_are() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.cluster",
-        "--hosts",
-        "1",
-        "--ranks-per-host",
-        "1,1",
-        "x",
-    ]
-    run = run_command(command, timeout=30)
+    words = ["-m", "tests.cluster", "--hosts", "1", "--ranks-per-host", "1,1", "x"]
+    run = run_command([sys.executable, *words], timeout=30)
     assert run.returncode == 2
     assert "ranks_per_host is (1, 1)" in run.stderr

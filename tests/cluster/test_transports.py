@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.emulated import EmulatedCluster, Placement, why_not
+from tests.cluster.emulated import JOBS, EmulatedCluster, Placement, reported
 
-JOBS = ["-m", "mpi4py", "-m", "tests.cluster.jobs"]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmulatedCluster]:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    with EmulatedCluster(hosts=2, rate_mbit=1000) as cluster:
-        yield cluster
+HOSTS, RATE_MBIT = 2, 1000
 
 
 @pytest.mark.slow
@@ -28,15 +17,9 @@ def cluster() -> Iterator[EmulatedCluster]:
 def test_every_transport_and_algorithm_trains_to_the_same_bits_whoever_is_late(
     cluster: EmulatedCluster, placement: Placement, tmp_path: Path
 ) -> None:
-    done = cluster.run(
-        [*JOBS, "train"],
-        ranks_per_host=2,
-        placement=placement,
-        timeout=120,
-        env={"XDG_CACHE_HOME": str(tmp_path)},
-    )
-    assert done.returncode == 0, done
-    found = json.loads(done.stdout.splitlines()[-1])
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    done = cluster.run([*JOBS, "train"], placement=placement, timeout=120, env=env)
+    found = reported(done)
     assert len(found) == 4
     digests = found[0]
     assert len(digests) == 7
@@ -45,12 +28,8 @@ def test_every_transport_and_algorithm_trains_to_the_same_bits_whoever_is_late(
 
 
 def test_rank_that_runs_another_module_is_named_across_nodes(cluster: EmulatedCluster) -> None:
-    done = cluster.run(
-        [*JOBS, "differ", "other module"],
-        ranks_per_host=1,
-        timeout=60,
-        env={"HPCZERO_STRICT": "1"},
-    )
+    job, env = [*JOBS, "differ", "other module"], {"HPCZERO_STRICT": "1"}
+    done = cluster.run(job, ranks_per_host=1, env=env)
     assert done.returncode not in (0, None), done
     assert "rank 1: all_gather of 'layers.1'" in done.stderr, done
 
@@ -59,17 +38,9 @@ def test_rank_that_runs_another_module_is_named_across_nodes(cluster: EmulatedCl
 @pytest.mark.limit(400)
 def test_rank_that_stays_away_is_named_across_nodes(cluster: EmulatedCluster) -> None:
     missing = r"missing: rank 3 is outside of any collective for \d+ s"
-    for limit_s in (
-        4,
-        16,
-        64,
-    ):  # where the machine does other work, ranks are late to come and to answer
-        done = cluster.run(
-            [*JOBS, "differ", "late"],
-            ranks_per_host=2,
-            timeout=60 + 2 * limit_s,
-            env={"HPCZERO_TIMEOUT": f"{limit_s}"},
-        )
+    for limit_s in (4, 16, 64):  # on a busy machine ranks are late to come and to answer
+        env = {"HPCZERO_TIMEOUT": f"{limit_s}"}
+        done = cluster.run([*JOBS, "differ", "late"], timeout=60 + 2 * limit_s, env=env)
         assert done.returncode == 86, done
         assert "hang: " in done.stderr, done
         if re.search(missing, done.stderr):
@@ -83,8 +54,7 @@ def test_activation_arrives_while_its_sender_computes(
 ) -> None:
     """Not at the sender's next call of MPI: that comes once it has arrived, or too late."""
     done = cluster.run([*JOBS, "stages", str(tmp_path)], ranks_per_host=1, timeout=60)
-    assert done.returncode == 0, done
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = reported(done)
     assert found[0][1:] == [True, True], found
 
 
@@ -92,12 +62,8 @@ def test_activation_arrives_while_its_sender_computes(
 def test_doctor_shows_what_was_measured_between_nodes(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:
-    done = cluster.run(
-        ["-m", "mpi4py", "-m", "hpczero.doctor", "--directory", str(tmp_path)],
-        ranks_per_host=1,
-        timeout=60,
-        env={"XDG_CACHE_HOME": str(tmp_path)},
-    )
+    doctor = ["-m", "mpi4py", "-m", "hpczero.doctor", "--directory", str(tmp_path)]
+    done = cluster.run(doctor, ranks_per_host=1, env={"XDG_CACHE_HOME": str(tmp_path)})
     lines = [line for line in done.stdout.splitlines() if "between nodes" in line]
     assert any("all-gather" in line and "(measured in" in line for line in lines), done
     assert any("reduce-scatter of 16 KiB blocks: " in line and " ms" in line for line in lines)

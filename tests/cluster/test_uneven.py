@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
-from tests.cluster.emulated import EmulatedCluster, why_not
+from tests.cluster.emulated import JOBS, EmulatedCluster, reported
 from tests.helpers.cases import EVERYTHING
 
-JOBS = ["-m", "mpi4py", "-m", "tests.cluster.jobs"]
+HOSTS, RATE_MBIT = 3, 1000
 NUMEL = 64 * 60 * 256  # divides into 4, 5 and 6 shards
 TIMES = 3
 # What MPI says to start and end a job, and headers of 9,000-byte packets.
 LAUNCH_NBYTES, HEADERS = 400_000, 1.02
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[EmulatedCluster]:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    with EmulatedCluster(hosts=3, rate_mbit=1000) as cluster:
-        yield cluster
 
 
 @dataclass(frozen=True)
@@ -45,8 +35,7 @@ def run(cluster: EmulatedCluster, transports: str, ranks: Sequence[int], times: 
     done = cluster.run(
         [*JOBS, "crossing", transports, str(NUMEL), str(times)], ranks_per_host=ranks, timeout=90
     )
-    assert done.returncode == 0, done
-    after, found = counted(), json.loads(done.stdout.splitlines()[-1])
+    found, after = reported(done), counted()
     return Carried(
         [sum(r["sent"] for r in found if r["node"] == node) for node in range(len(ranks))],
         [new[0] - old[0] for new, old in zip(after, before, strict=True)],
@@ -74,13 +63,8 @@ def test_links_carry_what_the_plan_says_a_tenth_more_than_between_even_nodes_at_
         assert found.said[host] == leaves
         for counted, payload in ((found.sent, leaves), (found.received, comes)):
             assert payload < counted[host] < HEADERS * payload + LAUNCH_NBYTES, found
-        both, of_even = (
-            found.sent[host] + found.received[host],
-            min(
-                sent + received
-                for sent, received in zip(compared.sent, compared.received, strict=True)
-            ),
-        )
+        both = found.sent[host] + found.received[host]
+        of_even = min(map(sum, zip(compared.sent, compared.received, strict=True)))
         assert both <= 1.1 * of_even, (found, compared)
     beside = run(cluster, "flat,hierarchical", uneven, TIMES)
     assert len(found.digests | beside.digests) == 1

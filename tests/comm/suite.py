@@ -69,12 +69,14 @@ def by_flat(topology: Topology, full: Tensor) -> Tensor:
     return out
 
 
-def allocated(transport: Collectives, numels: Sequence[int]) -> tuple[list[Buffer], list[Buffer]]:
+def allocated(
+    transport: Collectives, numels: Sequence[int], dtype: torch.dtype = torch.float32
+) -> tuple[list[Buffer], list[Buffer]]:
     """Buffers of these sizes for parameters and for gradients, which nobody has taken yet."""
     wholes, gradients = [], []
     for numel in numels:
-        wholes.append(transport.allocate(numel, torch.float32, category="test", use=Use.GATHER))
-        gradients.append(transport.allocate(numel, torch.float32, category="test", use=Use.REDUCE))
+        wholes.append(transport.allocate(numel, dtype, category="test", use=Use.GATHER))
+        gradients.append(transport.allocate(numel, dtype, category="test", use=Use.REDUCE))
         gradients[-1].release()
     transport.settle()
     return wholes, gradients

@@ -111,40 +111,28 @@ def test_exchange_brings_each_rank_its_block_of_all_others(
 
 
 def check_exchange(comm: MPI.Intracomm, kind: type[Exchange], reach: Reach) -> None:
-    """Blocks of several sizes, each prepared once; every rank gets its own of all others."""
     exchange = reach.exchange(kind, comm)
     for numel, stride in SIZES:
-        send = torch.full((stride * comm.size,), GAP)
-        receive = torch.full((numel * comm.size,), GAP)
-        prepared: list[int] = []
-
-        def prepare(
-            first: int,
-            count: int,
-            send: Tensor = send,
-            stride: int = stride,
-            numel: int = numel,
-            prepared: list[int] = prepared,
-        ) -> None:
-            for index in range(first, first + count):
-                prepared.append(index)
-                send[index * stride :][:numel] = block(comm.rank, index, numel)
-
-        exchange(
-            Blocks.of(send, 0, numel, stride, comm.size),
-            Blocks.of(receive, 0, numel, numel, comm.size),
-            prepare=prepare,
-        )
-        exchange.finish()
-        parallel_assert(comm, sorted(prepared) == list(range(comm.size)), str(prepared))
-        for rank in range(comm.size):
-            found = receive[rank * numel :][:numel]
-            right = rank == comm.rank or torch.equal(found, block(rank, comm.rank, numel))
-            parallel_assert(comm, right, f"block of rank {rank}, {numel} of {stride}")
+        check_blocks(comm, exchange, numel, stride)
     exchange.free()
 
 
-@pytest.mark.ranks(3, 5)
-def test_doubling_says_that_it_does_not_fit(comm: MPI.Intracomm) -> None:
-    fitting = {kind.name for kind in GATHERS if kind.fits(comm.size)}
-    parallel_assert(comm, fitting == {"library", "ring", "pairwise"}, str(fitting))
+def check_blocks(comm: MPI.Intracomm, exchange: Exchange, numel: int, stride: int) -> None:
+    """Each is prepared once; every rank gets its own of all others."""
+    send = torch.full((stride * comm.size,), GAP)
+    receive = torch.full((numel * comm.size,), GAP)
+    prepared: list[int] = []
+
+    def prepare(first: int, count: int) -> None:
+        for index in range(first, first + count):
+            prepared.append(index)
+            send[index * stride :][:numel] = block(comm.rank, index, numel)
+
+    sent = Blocks.of(send, 0, numel, stride, comm.size)
+    exchange(sent, Blocks.of(receive, 0, numel, numel, comm.size), prepare=prepare)
+    exchange.finish()
+    parallel_assert(comm, sorted(prepared) == list(range(comm.size)), str(prepared))
+    for rank in range(comm.size):
+        found = receive[rank * numel :][:numel]
+        right = rank == comm.rank or torch.equal(found, block(rank, comm.rank, numel))
+        parallel_assert(comm, right, f"block of rank {rank}, {numel} of {stride}")

@@ -73,11 +73,7 @@ def alignments(
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_summed_in_chunks_is_aligned(
-    comm: MPI.Intracomm,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-    apart: bool,
-    dtype: torch.dtype,
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, way: str, apart: bool, dtype: torch.dtype
 ) -> None:
     nodes = [rank if apart else 0 for rank in range(comm.size)]
     seen = alignments(comm, monkeypatch, WAYS[way], nodes, dtype)

@@ -76,11 +76,8 @@ def test_close_ends_the_thread_after_what_was_started() -> None:
 
 def test_watchdog_sees_the_operation_that_runs_and_not_those_that_wait() -> None:
     watchdog = Watchdog(0, 0.0)
-    background, go, running = (
-        Background(watchdog, HostAccelerator()),
-        threading.Event(),
-        threading.Event(),
-    )
+    background = Background(watchdog, HostAccelerator())
+    go, running = threading.Event(), threading.Event()
 
     def first() -> None:
         running.set()

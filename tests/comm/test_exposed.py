@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
@@ -12,12 +10,7 @@ from hpczero.accelerator import HostAccelerator, Span
 from hpczero.comm.calls import Exposed
 from hpczero.comm.devices import StagedReach
 from tests.helpers.late import LateAccelerator
-from tests.helpers.parallel import parallel_assert
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.world import World
 
 
 class SlowClock(Span):
@@ -81,11 +74,9 @@ def test_spans_that_are_over_are_not_kept() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_a_call_and_the_wait_for_it_count_once_each(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_a_call_and_the_wait_for_it_count_once_each(world: World) -> None:
     """The twin's clock is the host's: what it tells is what the accounts of the host tell."""
-    transport = hpczero.Flat(topology, reach=StagedReach(LateAccelerator()))
+    transport = hpczero.Flat(world.topology, reach=StagedReach(LateAccelerator()))
     full = torch.zeros(2 * 40_000)
     for number in range(5):
         transport.all_gather(full, name=f"u{number}").wait()
@@ -93,4 +84,4 @@ def test_a_call_and_the_wait_for_it_count_once_each(
     told, accounts = transport.calls.exposed.seconds(), transport.stats.seconds
     transport.close()
     assert told is not None
-    parallel_assert(comm, abs(told - accounts) <= 0.2 * accounts + 1e-3, f"{told} of {accounts}")
+    world.check(abs(told - accounts) <= 0.2 * accounts + 1e-3, f"{told} of {accounts}")

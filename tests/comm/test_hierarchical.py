@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
 import pytest
 
-import hpczero
 from hpczero.comm import Hierarchical
 from hpczero.comm.devices import DirectReach, StagedReach
 from hpczero.comm.rails import AlgorithmChoice, Selection
-from tests.comm.conduct import makes
+from tests.comm.conduct import makes, on_nodes
 from tests.comm.suite import CollectivesSuite
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+# Numbers of ranks, where not any.
+RANKS = {"one node": (), "nodes of one rank": (3, 4), "block": (4,), "cyclic": (4,)}
+
+
+def equal(name: str, size: int) -> list[int]:
+    """Nodes of equal size."""
+    return {
+        "one node": [0] * size,
+        "nodes of one rank": list(range(size)),
+        "block": [2 * rank // size for rank in range(size)],
+        "cyclic": [rank % 2 for rank in range(size)],
+    }[name]
 
 
 class RectangularSuite(CollectivesSuite):
-    """The suite on nodes of equal size."""
-
-    @pytest.fixture(
-        params=[
-            "one node",
-            pytest.param("nodes of one rank", marks=pytest.mark.ranks(3, 4)),
-            pytest.param("block", marks=pytest.mark.ranks(4)),
-            pytest.param("cyclic", marks=pytest.mark.ranks(4)),
-        ]
-    )
-    def topology(
-        self, comm: MPI.Intracomm, request: pytest.FixtureRequest
-    ) -> Iterator[hpczero.Topology]:
-        size = comm.size
-        nodes = {
-            "one node": [0] * size,
-            "nodes of one rank": list(range(size)),
-            "block": [2 * rank // size for rank in range(size)],
-            "cyclic": [rank % 2 for rank in range(size)],
-        }
-        topology = hpczero.Topology.create(comm, nodes[request.param])
-        yield topology
-        topology.free()
+    topology = on_nodes(equal, RANKS)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -66,9 +50,8 @@ class TestSharedMemoryInTheBackground(RectangularSuite):
 
 @pytest.mark.ranks(4)
 class TestDoublingAndPairs(RectangularSuite):
-    make = makes(
-        Hierarchical, selection=Selection.parse("all_gather=doubling,reduce_scatter=pairwise")
-    )
+    selection = Selection.parse("all_gather=doubling,reduce_scatter=pairwise")
+    make = makes(Hierarchical, selection=selection)
 
 
 @pytest.mark.ranks(4)
@@ -97,12 +80,8 @@ class TestPeersMemoryOfALateDevice(RectangularSuite):
 
 @pytest.mark.ranks(4)
 class TestMessagesOfALateDevice(RectangularSuite):
-    make = makes(
-        Hierarchical,
-        StagedReach,
-        inside="messages",
-        selection=Selection.parse("all_gather=ring,reduce_scatter=pairwise"),
-    )
+    selection = Selection.parse("all_gather=ring,reduce_scatter=pairwise")
+    make = makes(Hierarchical, StagedReach, inside="messages", selection=selection)
 
 
 @pytest.mark.ranks(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,11 +12,12 @@ from torch import nn
 
 import hpczero
 from hpczero.comm import Hierarchical, algorithms
-from hpczero.memory.buffers import DTYPES, Use
+from hpczero.memory.buffers import DTYPES
 from hpczero.plan import Plan
 from hpczero.plan import footprint as rounds
 from hpczero.plan.rules import default_rule
-from tests.helpers.parallel import parallel_assert
+from tests.comm.suite import allocated
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,19 +25,6 @@ if TYPE_CHECKING:
     from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(3, 4)]
-
-
-class Forgetful:
-    """Keeps no requests, so that each message is described anew."""
-
-    def get(self, key: object) -> None:
-        return None
-
-    def displaced(self, key: object, requests: int) -> None:
-        return None
-
-    def free(self) -> None:
-        return None
 
 
 @pytest.fixture(params=["nodes of one rank", "nodes of two ranks"])
@@ -52,11 +41,7 @@ def topology(comm: MPI.Intracomm, request: pytest.FixtureRequest) -> Iterator[To
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("most", [4, 100])
 def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    monkeypatch: pytest.MonkeyPatch,
-    precision: str,
-    most: int,
+    world: World, monkeypatch: pytest.MonkeyPatch, precision: str, most: int
 ) -> None:
     from mpi4py import MPI
 
@@ -67,23 +52,19 @@ def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
             described[0] += 1
             return super().Send_init(*args, **options)
 
-    monkeypatch.setattr(algorithms, "Standing", Forgetful)
+    # No requests stand, so that each message is described anew.
+    monkeypatch.setattr(algorithms, "Standing", partial(algorithms.Standing, most=0))
     monkeypatch.setattr(rounds, "EXCHANGE_MESSAGES", most)
     monkeypatch.setattr(rounds, "GATHER_MESSAGES", most)
     monkeypatch.setattr(rounds, "LEAST_BYTES", 2**12)
     model = nn.Sequential(nn.Linear(301, 401), nn.Linear(401, 103), nn.Linear(103, 7))
-    plan = Plan.build(model, stage=3, num_shards=comm.size, precision=precision, rule=default_rule)
+    plan = Plan.build(model, stage=3, num_shards=world.size, precision=precision, rule=default_rule)
     dtype, node_dtype = DTYPES[precision], DTYPES[plan.precision.reduce]
-    transport = Hierarchical(topology, node_dtype=node_dtype)
+    transport = Hierarchical(world.topology, node_dtype=node_dtype)
     between: Any = transport._rails
     between.comm = Counting(between.comm)
-    gradients = []
-    for unit in plan.units:
-        gradients.append(
-            transport.allocate(unit.layout.padded_numel, dtype, category="exchange", use=Use.REDUCE)
-        )
-        gradients[-1].release()
-    transport.settle()
+    numels = [unit.layout.padded_numel for unit in plan.units]
+    _, gradients = allocated(transport, numels, dtype)
     for unit, gradient in zip(plan.units, gradients, strict=True):
         name = unit.name
         whole = torch.ones(unit.layout.padded_numel, dtype=dtype)
@@ -94,17 +75,17 @@ def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
         out = torch.empty(unit.layout.shard_numel)
         transport.reduce_scatter(gradient.tensor, out, scale=1.0, name=name).wait()
         gradient.release()
-        parallel_assert(comm, bool((out == comm.size).all()), name)
+        world.check(bool((out == world.size).all()), name)
     footprint = transport.footprint
     expected = plan.traffic(footprint=footprint).messages
     sent = sum(between.messages)
     scratch = between._scratch._buffer
     held = scratch.nbytes if scratch is not None else 0
     transport.close()
-    parallel_assert(comm, described[0] == sent == expected, f"{described} {sent} {expected}")
+    world.check(described[0] == sent == expected, f"{described} {sent} {expected}")
     wire = plan.wire_itemsize(footprint)
-    alone = topology.num_nodes == comm.size and wire == plan.precision.param_itemsize
+    alone = world.topology.num_nodes == world.size and wire == plan.precision.param_itemsize
     shards = [unit.layout.shard_numel for unit in plan.units]
     most_held = max(footprint.rail_nbytes(shard, wire, alone=alone) for shard in shards)
-    parallel_assert(comm, held == most_held, f"{held} {most_held}")
-    parallel_assert(comm, expected <= 3 * len(shards) * max(most, topology.num_nodes - 1))
+    world.check(held == most_held, f"{held} {most_held}")
+    world.check(expected <= 3 * len(shards) * max(most, world.topology.num_nodes - 1))

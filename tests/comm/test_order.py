@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,13 +10,8 @@ import hpczero
 from hpczero.comm.calls import AGAIN
 from hpczero.errors import CommError
 from tests.helpers.mpirun import run_ranks
-from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, adamw, raises_on_all, zeroified
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpczero import Topology
+from tests.helpers.world import World
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["flat", "hierarchical", "window"])
 
@@ -42,44 +35,34 @@ class Branching(MLP):
 @TRANSPORTS
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_rank_that_runs_another_module_is_named(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    transport: str,
-    strict: str,
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, transport: str, strict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPCZERO_STRICT", strict)
-    model, odd = Branching(), comm.size - 1
+    model, odd = Branching(), world.size - 1
     optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=3, topology=topology, transport=transport):
-        if comm.rank == odd:
+    with zeroified(model, optimizer, stage=3, topology=world.topology, transport=transport):
+        if world.rank == odd:
             model.order = (0, 2, 1, 3)
-        said = raises_on_all(
-            comm,
-            CommError,
-            rf"rank {odd}: all_gather of 'layers.2'",
-            lambda: model(torch.ones(1, 6)),
-        )
-        expected = f"{odd} of {comm.size} rank(s) start all_gather of 'layers.1'"
-        parallel_assert(comm, expected in said, said)
+        other = rf"rank {odd}: all_gather of 'layers.2'"
+        said = raises_on_all(world.comm, CommError, other, lambda: model(torch.ones(1, 6)))
+        expected = f"{odd} of {world.size} rank(s) start all_gather of 'layers.1'"
+        world.check(expected in said, said)
         optimizer.zero_grad()
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("transport", ["flat", "hierarchical"])
-def test_ways_that_are_known_are_told_apart_too(
-    comm: MPI.Intracomm, topology: Topology, transport: str
-) -> None:
+def test_ways_that_are_known_are_told_apart_too(world: World, transport: str) -> None:
     model = Branching()
-    with zeroified(model, adamw(model), stage=3, topology=topology, transport=transport):
+    with zeroified(model, adamw(model), stage=3, topology=world.topology, transport=transport):
         ways = (0, 1, 2, 3), (0, 3), (0, 2, 1, 3)
         with torch.no_grad():
             for order in ways * 2:
                 model.order = order
                 model(torch.ones(1, 6))
-            model.order = ways[comm.rank]
-            raises_on_all(comm, CommError, "ranks disagree", lambda: model(torch.ones(1, 6)))
+            model.order = ways[world.rank]
+            raises_on_all(world.comm, CommError, "ranks disagree", lambda: model(torch.ones(1, 6)))
 
 
 # Every rank but the last leaves out a layer that all have run before, and the sizes of layers differ.
@@ -114,25 +97,17 @@ def test_rank_that_leaves_a_known_way_stops_and_says_where(transport: str) -> No
     assert "through" not in job.stdout, job
 
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "accumulated": {"micro_batches": 3},
-    "nodes": {"nodes": True},
-}
-
-
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 4)
 @TRANSPORTS
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["plain", "accumulated", "nodes"])
 def test_a_training_loop_compares_ranks_in_its_first_steps_only(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str, shape: str
+    world: World, stage: int, transport: str, shape: str
 ) -> None:
-    options = SHAPES[shape]
-    micro_batches = options.get("micro_batches", 1)
-    if options.get("nodes"):
-        topology = hpczero.Topology.create(comm, [rank // 2 for rank in range(comm.size)])
+    micro_batches = 3 if shape == "accumulated" else 1
+    nodes = [rank // 2 if shape == "nodes" else 0 for rank in range(world.size)]
+    topology = hpczero.Topology.create(world.comm, nodes)
     model = MLP(sizes=(6, 6, 6, 6, 6))
     optimizer = adamw(model)
     counts = []
@@ -153,30 +128,28 @@ def test_a_training_loop_compares_ranks_in_its_first_steps_only(
             for _ in range(8):
                 model(torch.ones(2, 6))
         evaluated = order.comparisons - before
+    topology.free()
     # Where a backward ends, another micro-batch or the update may follow.
     per_step = micro_batches if micro_batches > 1 else 0
-    parallel_assert(comm, counts[-1] - counts[-2] <= per_step, f"{counts}")
+    world.check(counts[-1] - counts[-2] <= per_step, f"{counts}")
     # At most one for each forward, once its own calls are known.
-    parallel_assert(comm, evaluated <= 8 + 6, f"{evaluated}")
+    world.check(evaluated <= 8 + 6, f"{evaluated}")
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_strict_run_gives_the_bits_of_a_plain_one(
-    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = []
     for strict in ("0", "1"):
         monkeypatch.setenv("HPCZERO_STRICT", strict)
         model = MLP()
         optimizer = adamw(model)
-        with zeroified(model, optimizer, stage=3, topology=topology):
+        with zeroified(model, optimizer, stage=3, topology=world.topology):
             model(torch.ones(2, 7)).sum().backward()
             optimizer.step()
             states.append(hpczero.full_state_dict(model))
-    plain, checked = states
-    if plain is not None and checked is not None:
-        equal = all(torch.equal(plain[name], checked[name]) for name in plain)
-    else:
-        equal = comm.rank > 0
-    parallel_assert(comm, equal)
+    plain, checked = (state or {} for state in states)  # on rank 0 alone
+    equal = all(torch.equal(value, checked[name]) for name, value in plain.items())
+    world.check(equal and bool(plain) == (world.rank == 0))

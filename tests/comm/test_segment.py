@@ -91,20 +91,14 @@ def test_more_than_the_machine_has_is_an_error_not_a_crash(comm: MPI.Intracomm) 
     parallel_assert(comm, pages_of(shared) == 0)
 
 
-def test_missing_folder_is_refused_on_every_rank(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("everywhere", [True, False], ids=["none", "not of a container"])
+def test_memory_that_a_rank_does_not_see_is_refused_on_every_rank(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, everywhere: bool
 ) -> None:
-    monkeypatch.setattr(inside, "FOLDER", Path("/nowhere"))
-    said = "no shared memory for a test: /nowhere/hpczero-.*: No such file or directory"
-    raises_on_all(comm, CommError, said, lambda: Segment.create(comm, 1, "a test"))
-
-
-def test_rank_that_cannot_see_the_memory_is_found(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if comm.rank == comm.size - 1:  # as in a container of its own
+    if everywhere or comm.rank == comm.size - 1:
         monkeypatch.setattr(inside, "FOLDER", Path("/nowhere"))
-    raises_on_all(comm, CommError, "/nowhere", lambda: Segment.create(comm, 1, "a test"))
+    said = "no shared memory for a test: /nowhere/hpczero-.*: No such file or directory"
+    raises_on_all(comm, CommError, said, Segment.create, comm, 1, "a test")
 
 
 def test_counters_wait_for_the_last_rank(comm: MPI.Intracomm) -> None:

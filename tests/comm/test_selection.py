@@ -36,22 +36,19 @@ def test_it_survives_json() -> None:
     assert read.origin == "a file"
 
 
+RING, PAIRS = {"algorithm": "ring"}, [{"algorithm": "pairwise"}]
+
+
 @pytest.mark.parametrize(
     "value",
     [
         {},
         [],
         {"gathers": [], "exchanges": []},
-        {"gathers": [{"algorithm": "telepathy"}], "exchanges": [{"algorithm": "pairwise"}]},
-        {"gathers": [{"algorithm": "ring", "more": 1}], "exchanges": [{"algorithm": "pairwise"}]},
-        {
-            "gathers": [{"algorithm": "ring"}],
-            "exchanges": [{"algorithm": "pairwise", "chunk_nbytes": 0}],
-        },
-        {
-            "gathers": [{"algorithm": "ring", "from_nbytes": 5}],
-            "exchanges": [{"algorithm": "pairwise"}],
-        },
+        {"gathers": [{"algorithm": "telepathy"}], "exchanges": PAIRS},
+        {"gathers": [{**RING, "more": 1}], "exchanges": PAIRS},
+        {"gathers": [RING], "exchanges": [{"algorithm": "pairwise", "chunk_nbytes": 0}]},
+        {"gathers": [{**RING, "from_nbytes": 5}], "exchanges": PAIRS},
     ],
 )
 def test_what_is_no_selection_is_refused(value: object) -> None:
@@ -87,9 +84,8 @@ def test_names_are_those_of_the_classes() -> None:
 
 @pytest.mark.parametrize("text", ["ring", "all_gather=", "reduce_scatter=ring", "gather=ring"])
 def test_unknown_names_are_refused(text: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"algorithms: got .*, expected auto, .*all_gather=library\|"
-    ):
+    said = r"algorithms: got .*, expected auto, .*all_gather=library\|"
+    with pytest.raises(ConfigError, match=said):
         Selection.parse(text)
 
 

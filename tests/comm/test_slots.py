@@ -214,13 +214,3 @@ def test_rank_that_goes_on_using_a_buffer_keeps_it_from_others(
         wrong.append(-2)
     units[0].release()
     parallel_assert(comm, not wrong, str(wrong))
-
-
-def test_all_buffers_may_be_in_use_at_once(comm: MPI.Intracomm, transport: Hierarchical) -> None:
-    units = buffers(transport, 5)
-    for number, unit in enumerate(units):
-        fill(transport, unit, float(number))
-    fine = all(right(transport, unit, float(number)) for number, unit in enumerate(units))
-    for unit in units:
-        unit.release()
-    parallel_assert(comm, fine)

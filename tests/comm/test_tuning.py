@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +12,6 @@ import torch
 
 import hpczero
 from hpczero.comm import choose, tuning
-from hpczero.comm import tuning as sample
 from hpczero.comm.devices import DirectReach, HostReach, StagedReach
 from hpczero.comm.rails import DEFAULT, AlgorithmChoice, Rails
 from hpczero.comm.tuning import cache_file, tune
@@ -33,15 +30,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(3, 4)]
 
 
 @pytest.fixture(autouse=True)
-def _cache(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Not tmp_path: several ranks that make pytest's folders at once trip over each other.
+def _cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "BUDGET_S", 0.5)
-    folder = tempfile.mkdtemp() if comm.rank == 0 else None
-    monkeypatch.setenv("XDG_CACHE_HOME", str(comm.bcast(folder)))
-    yield
-    comm.Barrier()
-    if folder is not None:
-        shutil.rmtree(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 @pytest.fixture
@@ -66,10 +57,8 @@ def test_every_algorithm_that_fits_is_measured_and_all_ranks_choose_alike(
     sizes = [choice.at_nbytes for choice in selection.exchanges if choice.seconds]
     parallel_assert(comm, sizes[0] == 2**14 and sizes == sorted(set(sizes)), str(sizes))
     # the best of what was measured, or the default where it is about as good
-    for choice, default in (
-        (first, DEFAULT.gathers[0]),
-        (selection.exchanges[0], DEFAULT.exchanges[0]),
-    ):
+    second = selection.exchanges[0]
+    for choice, default in ((first, DEFAULT.gathers[0]), (second, DEFAULT.exchanges[0])):
         best = min(choice.seconds.values())
         good = choice.seconds[choice.name] == best or choice.algorithm == default.algorithm
         parallel_assert(comm, good, str(choice))
@@ -163,17 +152,17 @@ def test_numbers_of_nodes_share_a_measurement_by_buckets_where_the_same_algorith
 def test_many_nodes_are_measured_in_samples_all_at_once(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(sample, "MOST_NODES", most)
+    monkeypatch.setattr(tuning, "MOST_NODES", most)
     topology = hpczero.Topology.create(comm, list(range(comm.size)))
     seen: list[tuple[int, int]] = []
-    right = sample.Sample.ones
+    right = tuning.Sample.ones
 
-    def watched(self: sample.Sample, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def watched(self: tuning.Sample, numel: int, dtype: torch.dtype) -> torch.Tensor:
         seen.append((self.comm.size, numel * dtype.itemsize))
         return right(self, numel, dtype)
 
-    monkeypatch.setattr(sample.Sample, "ones", watched)
-    found = sample.Sample.create(topology.shard, HostReach())
+    monkeypatch.setattr(tuning.Sample, "ones", watched)
+    found = tuning.Sample.create(topology.shard, HostReach())
     together = sorted(found.comm.allgather(comm.rank))
     found.comm.Free()
     selection = tune(topology.shard, torch.float32)
@@ -209,22 +198,23 @@ def test_buffers_on_a_device_are_measured_there(
 ) -> None:
     accelerator = Elsewhere()
     reach, used, devices = kind(accelerator), set(), set()
-    made, moved, ones = Rails.gather, Rails.reduce, torch.ones
+    ones = torch.ones
 
-    def gather(self: Rails, *given: Any) -> None:
-        used.add(self._reach)
-        made(self, *given)
+    def watch(operation: str) -> None:
+        made = getattr(Rails, operation)
 
-    def reduce(self: Rails, *given: Any) -> None:
-        used.add(self._reach)
-        moved(self, *given)
+        def call(self: Rails, *given: Any) -> None:
+            used.add(self._reach)
+            made(self, *given)
+
+        monkeypatch.setattr(Rails, operation, call)
 
     def watched(*given: Any, **options: Any) -> torch.Tensor:
         devices.add(options.get("device"))
         return ones(*given, **options)
 
-    monkeypatch.setattr(Rails, "gather", gather)
-    monkeypatch.setattr(Rails, "reduce", reduce)
+    watch("gather")
+    watch("reduce")
     monkeypatch.setattr(torch, "ones", watched)
     selection = tune(nodes.shard, torch.float32, reach=reach)
     parallel_assert(comm, used == {reach} and devices == {accelerator.device}, f"{devices}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from hpczero.comm.devices import DirectReach, StagedReach
 from hpczero.comm.rails import AlgorithmChoice, Selection
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.memory.buffers import Use
-from tests.comm.conduct import makes
+from tests.comm.conduct import makes, on_nodes
 from tests.comm.suite import CollectivesSuite, bits, contribution, own, shard_owners
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
@@ -32,26 +31,23 @@ NODES = {  # by number of ranks: node of each
     4: {"block": [0, 0, 0, 1], "first alone": [0, 1, 1, 1], "three": [0, 1, 1, 2]},
     5: {"block": [0, 0, 1, 1, 2], "apart": [0, 1, 2, 0, 1], "large": [0, 0, 0, 0, 1]},
 }
-PLACEMENTS = [
-    pytest.param(name, marks=pytest.mark.ranks(*(size for size in NODES if name in NODES[size])))
+PLACEMENTS = {
+    name: [size for size in NODES if name in NODES[size]]
     for name in ("block", "apart", "first alone", "three", "large")
-]
+}
+
+
+def uneven(name: str, size: int) -> list[int]:
+    """Of "one node", for which tests ask that need one layout only, too."""
+    return NODES[size]["block" if name == "one node" else name]
 
 
 class UnevenSuite(CollectivesSuite):
     """The suite on nodes that are never equal."""
 
-    @pytest.fixture(params=PLACEMENTS)
-    def topology(self, comm: MPI.Intracomm, request: pytest.FixtureRequest) -> Iterator[Topology]:
-        placements = NODES[comm.size]
-        # "one node" is what tests ask for that need one layout only
-        name = "block" if request.param == "one node" else request.param
-        topology = hpczero.Topology.create(comm, placements[name])
-        yield topology
-        topology.free()
+    topology = on_nodes(uneven, PLACEMENTS)
 
     @override
-    @pytest.mark.parametrize("topology", PLACEMENTS, indirect=True)
     def test_accounts_are_exact(
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:
@@ -133,10 +129,7 @@ class TestShortRounds(UnevenSuite):
 
     large_numel = 2**12 + 3  # a thousand rounds
     gathers = (AlgorithmChoice("pairwise", 20),)
-    exchanges = (
-        AlgorithmChoice("pairwise", 24),
-        AlgorithmChoice("pairwise", 512, from_nbytes=200),
-    )
+    exchanges = (AlgorithmChoice("pairwise", 24), AlgorithmChoice("pairwise", 512, from_nbytes=200))
     make = makes(Uneven, selection=Selection(gathers, exchanges))
 
 
@@ -168,9 +161,8 @@ def test_sums_have_the_bits_of_flat_in_any_dtype_and_round(
         gradients = []
         wanted = list(product((torch.float32, torch.bfloat16), (3, 65, 1027)))
         for dtype, size in wanted:
-            gradients.append(
-                transport.allocate(size * comm.size, dtype, category="c", use=Use.REDUCE)
-            )
+            numel = size * comm.size
+            gradients.append(transport.allocate(numel, dtype, category="c", use=Use.REDUCE))
             gradients[-1].release()
         transport.settle()
         for (dtype, size), gradient in zip(wanted, gradients, strict=True):
@@ -178,9 +170,8 @@ def test_sums_have_the_bits_of_flat_in_any_dtype_and_round(
             gradient.tensor.copy_(contribution(comm.rank, size * comm.size, dtype))
             found, expected = torch.ones(size), torch.ones(size)
             for way, out in ((transport, found), (flat, expected)):
-                way.reduce_scatter(
-                    gradient.tensor, out, scale=1 / 3, accumulate=True, name="u"
-                ).wait()
+                given: dict[str, Any] = {"scale": 1 / 3, "accumulate": True, "name": "u"}
+                way.reduce_scatter(gradient.tensor, out, **given).wait()
             gradient.release()
             parallel_assert(comm, bits(found) == bits(expected), f"{nodes}, {size} x {dtype}")
         transport.close()
@@ -222,10 +213,10 @@ def test_what_needs_equal_nodes_is_refused_by_name_on_all_ranks(comm: MPI.Intrac
     }.items():
         raises_on_all(comm, TopologyError, message, make)
     said = "got doubling, expected pairwise: nodes have 1, 2 ranks"
-    raises_on_all(
-        comm, ConfigError, said, lambda: choose(topology, algorithms="all_gather=doubling")
-    )
+    raises_on_all(comm, ConfigError, said, choose, topology, algorithms="all_gather=doubling")
     topology.free()
     even = hpczero.Topology.create(comm, [0, 1, 2])
     raises_on_all(comm, TopologyError, r"all 3 node\(s\) have 1 rank\(s\)", lambda: Uneven(even))
+    said = "doubling does not work between 3 nodes"
+    raises_on_all(comm, ConfigError, said, choose, even, algorithms="all_gather=doubling")
     even.free()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,10 @@ def four_ranks(**changes: object) -> list[launch.RankFacts]:
     return [rank_facts(rank, **changes) for rank in range(4)]
 
 
+def statuses(findings: Sequence[Finding]) -> list[Status]:
+    return [finding.status for finding in findings]
+
+
 def assert_problem(finding: Finding, status: Status, value: str, remedy: str) -> None:
     assert finding.status is status, finding
     assert value in finding.value
@@ -47,46 +52,36 @@ def assert_problem(finding: Finding, status: Status, value: str, remedy: str) ->
 # --- launch --------------------------------------------------------------------------------------
 
 
-def test_singletons_under_slurm_are_a_blocking_problem_with_the_remedy() -> None:
-    finding = launch.check_world_size(1, {"SLURM_NTASKS": "4"})
-    assert_problem(finding, Status.FAIL, "SLURM_NTASKS=4", "--mpi=pmix")
-    assert exit_code([finding]) == 78
+IN_PART = {"OMPI_COMM_WORLD_SIZE": "2", "SLURM_NTASKS": "4"}  # mpirun in a larger allocation
 
 
-def test_torchrun_is_a_failure_with_a_remedy() -> None:
-    finding = launch.check_world_size(1, {"WORLD_SIZE": "4", "RANK": "2"})
-    assert_problem(finding, Status.FAIL, "WORLD_SIZE=4", "mpirun -n 4")
-
-
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"])
-def test_size_that_differs_from_the_launchers_is_a_blocking_problem(name: str) -> None:
-    assert_problem(launch.check_world_size(2, {name: "4"}), Status.FAIL, f"{name}=4", "launcher")
-
-
-def test_mpirun_inside_a_larger_allocation_only_warns() -> None:
-    variables = {"OMPI_COMM_WORLD_SIZE": "2", "SLURM_NTASKS": "4"}
-    assert_problem(
-        launch.check_world_size(2, variables), Status.WARN, "SLURM_NTASKS=4", "start 4 ranks"
-    )
-    wrong_library = launch.check_world_size(1, variables)
-    assert wrong_library.status is Status.FAIL
-
-
-@pytest.mark.parametrize("variables", [{}, {"PMI_SIZE": "3"}, {"SLURM_NTASKS": "3"}])
-def test_agreeing_size_is_good(variables: dict[str, str]) -> None:
-    assert launch.check_world_size(3, variables).status is Status.OK
+@pytest.mark.parametrize(
+    ("size", "variables", "status", "value", "remedy"),
+    [
+        (1, {"SLURM_NTASKS": "4"}, Status.FAIL, "SLURM_NTASKS=4", "--mpi=pmix"),
+        (1, {"WORLD_SIZE": "4", "RANK": "2"}, Status.FAIL, "WORLD_SIZE=4", "mpirun -n 4"),
+        (2, {"OMPI_COMM_WORLD_SIZE": "4"}, Status.FAIL, "OMPI_COMM_WORLD_SIZE=4", "launcher"),
+        (2, {"PMI_SIZE": "4"}, Status.FAIL, "PMI_SIZE=4", "launcher"),
+        (2, {"SLURM_NTASKS": "4"}, Status.FAIL, "SLURM_NTASKS=4", "launcher"),
+        (2, IN_PART, Status.WARN, "SLURM_NTASKS=4", "start 4 ranks"),
+        (1, IN_PART, Status.FAIL, "", ""),
+        (3, {}, Status.OK, "", ""),
+        (3, {"PMI_SIZE": "3"}, Status.OK, "", ""),
+        (3, {"SLURM_NTASKS": "3"}, Status.OK, "", ""),
+    ],
+)
+def test_size_of_the_world_is_that_of_the_launcher_or_a_problem(
+    size: int, variables: dict[str, str], status: Status, value: str, remedy: str
+) -> None:
+    assert_problem(launch.check_world_size(size, variables), status, value, remedy)
 
 
 def test_good_ranks_have_no_launch_problem() -> None:
     ranks = four_ranks()
     assert launch.check_nodes(ranks).value.startswith("2: node 0 (node0): local ranks 0-1")
-    findings = [
-        launch.check_nodes(ranks),
-        launch.check_cores(ranks, {}),
-        launch.check_binding(ranks),
-        launch.check_threads(ranks),
-    ]
-    assert [finding.status for finding in findings] == [Status.OK] * 4
+    checks = (launch.check_nodes, launch.check_binding, launch.check_threads)
+    findings = [launch.check_cores(ranks, {}), *(check(ranks) for check in checks)]
+    assert statuses(findings) == [Status.OK] * 4
 
 
 def test_uneven_nodes_warn() -> None:
@@ -265,10 +260,6 @@ def test_shared_memory_that_is_not_there_has_no_size(tmp_path: Path) -> None:
     assert storage.shared_memory_nbytes(str(tmp_path / "none")) is None
 
 
-def statuses(findings: Sequence[Finding]) -> list[Status]:
-    return [finding.status for finding in findings]
-
-
 def test_packages_missing_or_different_on_one_rank_block() -> None:
     ranks = four_ranks()
     assert statuses(environment.check_versions(ranks)) == [Status.OK]
@@ -320,11 +311,10 @@ def test_gpus_are_found_by_their_device_files(tmp_path: Path) -> None:
 # --- report --------------------------------------------------------------------------------------
 
 
-def test_problem_without_remedy_cannot_be_made() -> None:
+@pytest.mark.parametrize("wrong", [(Status.FAIL,), (Status.OK, "do nothing")])
+def test_problem_without_remedy_cannot_be_made(wrong: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match="remedy"):
-        Finding("x", "broken", Status.FAIL)
-    with pytest.raises(ValueError, match="remedy"):
-        Finding("x", "fine", Status.OK, "do nothing")
+        Finding("x", "it is", *wrong)
 
 
 def test_exit_code_is_78_only_for_blocking_problems() -> None:

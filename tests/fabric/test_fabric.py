@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hpczero
 from hpczero.errors import ConfigError, HpcZeroError
-from tests.helpers.parallel import parallel_assert, told
+from tests.helpers.parallel import told
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -130,37 +131,35 @@ def furthest(mine: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("transport", ["auto", "flat"])
-def test_fabric_equals_plain_torch(
-    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
-) -> None:
+def test_fabric_equals_plain_torch(world: World, stage: int, transport: str) -> None:
     """Set up, accumulated, clipped: the same weights and norms."""
-    program = Program(topology, stage=stage, transport=transport)
+    program = Program(world.topology, stage=stage, transport=transport)
     program.train(2)
-    expected, norms = plain(comm.size, 2)
-    far = furthest(program.weights(comm), expected)
-    parallel_assert(comm, far < 1e-6, f"{far}")
-    parallel_assert(comm, len(norms) == len(program.norms) > 3 and max(norms) > MAX_NORM)
-    parallel_assert(comm, program.norms == pytest.approx(norms, rel=1e-5))
+    expected, norms = plain(world.size, 2)
+    far = furthest(program.weights(world.comm), expected)
+    world.check(far < 1e-6, f"{far}")
+    world.check(len(norms) == len(program.norms) > 3 and max(norms) > MAX_NORM)
+    world.check(program.norms == pytest.approx(norms, rel=1e-5))
     program.done()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", [{"max_norm": 0.05}, {"clip_val": 0.01}], ids=["norm", "value"])
 def test_each_optimizer_clips_its_own_parameters(
-    comm: MPI.Intracomm, topology: Topology, stage: int, how: dict[str, float]
+    world: World, stage: int, how: dict[str, float]
 ) -> None:
     def parts(net: Any) -> list[nn.Module]:
         return [net[0], nn.ModuleList([net[2], net[4]])]
 
-    fabric = fabric_of(topology, {"stage": stage})
+    fabric = fabric_of(world.topology, {"stage": stage})
     net, expected = model(), model()
     net, *ours = fabric.setup(net, *map(adamw, parts(net)))
     theirs = [adamw(part) for part in parts(expected)]
     data, norms = samples().tensors, []
     for start in (0, 8):
         batches = [[each[start + rank : start + rank + 3] for each in data] for rank in range(3)]
-        fabric.backward(loss_of(net, batches[comm.rank]))
-        torch.stack([loss_of(expected, each) for each in batches[: comm.size]]).mean().backward()
+        fabric.backward(loss_of(net, batches[world.rank]))
+        torch.stack([loss_of(expected, each) for each in batches[: world.size]]).mean().backward()
         for optimizer, part in zip(ours, parts(expected), strict=True):
             norm = fabric.clip_gradients(net, optimizer, **how)
             if norm is None:
@@ -171,29 +170,27 @@ def test_each_optimizer_clips_its_own_parameters(
         for each in (*ours, *theirs):
             each.step()
             each.zero_grad()
-    found = comm.bcast(hpczero.full_state_dict(net.module))
+    found = world.comm.bcast(hpczero.full_state_dict(net.module))
     far = furthest(found, expected.state_dict())
-    parallel_assert(comm, far < 1e-5 and max(norms, default=0.0) < 1e-5, f"{far} {norms}")
+    world.check(far < 1e-5 and max(norms, default=0.0) < 1e-5, f"{far} {norms}")
     hpczero.release(net.module)
 
 
-def test_checkpoint_goes_on_at_another_stage_and_by_fewer_ranks(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
+def test_checkpoint_goes_on_at_another_stage_and_by_fewer_ranks(world: World, folder: Path) -> None:
     """Saved after one epoch by all ranks at stage 3; gone on with at stage 1, and read by each rank alone."""
-    first = Program(topology, stage=3, shuffle=False)  # Fabric's loaders count epochs anew
+    first = Program(world.topology, stage=3, shuffle=False)  # Fabric's loaders count epochs anew
     first.train(1)
     first.fabric.save(folder / "one", first.state)
-    saved = copy.deepcopy(first.weights(comm))
+    saved = copy.deepcopy(first.weights(world.comm))
     first.train(2)
-    expected = first.weights(comm)
-    second = Program(topology, stage=1, shuffle=False)
+    expected = first.weights(world.comm)
+    second = Program(world.topology, stage=1, shuffle=False)
     rest = second.fabric.load(folder / "one", second.state)
-    parallel_assert(comm, rest == {} and second.state["epoch"] == 1, f"{rest} {second.state}")
-    parallel_assert(comm, second.state["said"] == first.state["said"], str(second.state["said"]))
+    world.check(rest == {} and second.state["epoch"] == 1, f"{rest} {second.state}")
+    world.check(second.state["said"] == first.state["said"], str(second.state["said"]))
     second.train(2)
-    far = furthest(second.weights(comm), expected)
-    parallel_assert(comm, far < 1e-6, f"{far}")
+    far = furthest(second.weights(world.comm), expected)
+    world.check(far < 1e-6, f"{far}")
     first.done()
     second.done()
     alone = hpczero.Topology.alone()
@@ -201,81 +198,73 @@ def test_checkpoint_goes_on_at_another_stage_and_by_fewer_ranks(
     third.fabric.load(folder / "one", third.state)
     found = hpczero.full_state_dict(third.net.module)
     assert found is not None
-    parallel_assert(comm, furthest(found, saved) == 0.0)
+    world.check(furthest(found, saved) == 0.0)
     third.done()
     alone.free()
 
 
 @pytest.mark.ranks(2)
-def test_generators_and_tensors_among_the_entries_come_back(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    program = Program(topology, stage=3)
+def test_generators_and_tensors_among_the_entries_come_back(world: World, folder: Path) -> None:
+    program = Program(world.topology, stage=3)
     generator = torch.Generator().manual_seed(3)
     program.state |= {"generator": generator, "seen": torch.tensor([1, 2])}
     program.fabric.save(folder, program.state)
     expected = torch.rand(3, generator=generator)
     program.state["seen"] = None
     program.fabric.load(folder, program.state)
-    parallel_assert(comm, torch.equal(torch.rand(3, generator=generator), expected))
-    parallel_assert(comm, torch.equal(program.state["seen"], torch.tensor([1, 2])))
+    world.check(torch.equal(torch.rand(3, generator=generator), expected))
+    world.check(torch.equal(program.state["seen"], torch.tensor([1, 2])))
     program.done()
 
 
 @pytest.mark.ranks(2)
-def test_steps_that_begin_anew_leave_one_checkpoint(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    program = Program(topology, stage=1)
+def test_steps_that_begin_anew_leave_one_checkpoint(world: World, folder: Path) -> None:
+    program = Program(world.topology, stage=1)
     for epoch in range(3):
         for step in (10, 20):
             program.fabric.save(folder / "one", {**program.state, "epoch": epoch, "step": step})
     there = [each.name for each in (folder / "one").iterdir() if each.is_dir()]
     state = {**program.state, "step": 0}
     program.fabric.load(folder / "one", state)
-    parallel_assert(comm, len(there) == 1, str(there))
-    parallel_assert(comm, (state["epoch"], state["step"]) == (2, 20), str(state))
+    world.check(len(there) == 1, str(there))
+    world.check((state["epoch"], state["step"]) == (2, 20), str(state))
     program.done()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_load_that_lacks_an_entry_changes_nothing(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int
-) -> None:
-    program = Program(topology, stage=stage)
+def test_load_that_lacks_an_entry_changes_nothing(world: World, folder: Path, stage: int) -> None:
+    program = Program(world.topology, stage=stage)
     program.fabric.save(folder / "one", program.state)
     program.train(1)
-    before = program.weights(comm)
+    before = program.weights(world.comm)
     text = told(KeyError, program.fabric.load, folder / "one", {**program.state, "nope": 1})
-    far = furthest(program.weights(comm), before)
-    parallel_assert(comm, "holds no 'nope', but model, optimizer" in text and far == 0.0, text)
+    far = furthest(program.weights(world.comm), before)
+    world.check("holds no 'nope', but model, optimizer" in text and far == 0.0, text)
     program.done()
 
 
 @pytest.mark.ranks(2, 3)
-def test_exchanges_between_ranks(comm: MPI.Intracomm, topology: Topology) -> None:
-    program = Program(topology, stage=0)
-    fabric, rank, size = program.fabric, comm.rank, comm.size
-    parallel_assert(comm, (fabric.world_size, fabric.global_rank) == (size, rank))
+def test_exchanges_between_ranks(world: World) -> None:
+    program = Program(world.topology, stage=0)
+    fabric, rank, size = program.fabric, world.rank, world.size
+    world.check((fabric.world_size, fabric.global_rank) == (size, rank))
     found: Any = fabric.all_gather({"a": torch.full((2,), float(rank)), "b": rank})
     expected = torch.arange(size)
-    parallel_assert(comm, found["a"].equal(expected.float()[:, None].expand(size, 2)))
-    parallel_assert(comm, found["b"].equal(expected), str(found["b"]))
+    world.check(found["a"].equal(expected.float()[:, None].expand(size, 2)))
+    world.check(found["b"].equal(expected), str(found["b"]))
     mean: Any = fabric.all_reduce(torch.tensor(float(rank)), reduce_op="mean")
     total: Any = fabric.all_reduce(torch.tensor([rank]), reduce_op="sum")
-    parallel_assert(comm, mean == expected.float().mean() and total.tolist() == [expected.sum()])
+    world.check(mean == expected.float().mean() and total.tolist() == [expected.sum()])
     said: Any = fabric.broadcast({"from": rank}, src=1)
-    parallel_assert(comm, said == {"from": 1})
+    world.check(said == {"from": 1})
     fabric.barrier()
     program.done()
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_work_is_refused_on_all_ranks(
-    comm: MPI.Intracomm, topology: Topology, folder: Path
-) -> None:
-    program = Program(topology, stage=3)
+def test_what_cannot_work_is_refused_on_all_ranks(world: World, folder: Path) -> None:
+    program = Program(world.topology, stage=3)
     fabric, net = program.fabric, program.net
     calls: dict[str, Any] = {
         "not trained with": lambda: fabric.clip_gradients(net, adamw(model()), clip_val=1.0),
@@ -283,29 +272,29 @@ def test_what_cannot_work_is_refused_on_all_ranks(
         "filter": lambda: fabric.save(folder, program.state, filter={"model": lambda k, v: True}),
         "0 model": lambda: fabric.save(folder, {"epoch": 1}),
         "JSON": lambda: fabric.save(folder, {"model": net, "kept": {1, 2}}),
-        "['values']['mine']": lambda: fabric.save(folder, {"model": net, "mine": comm.rank}),
+        "['values']['mine']": lambda: fabric.save(folder, {"model": net, "mine": world.rank}),
         "no checkpoint there": lambda: fabric.load(folder / "none", program.state),
         "sync_grads": lambda: fabric.all_gather(torch.ones(1), sync_grads=True),
-        "all_gather: rank 1": lambda: fabric.all_gather(torch.ones(1 + comm.rank)),
+        "all_gather: rank 1": lambda: fabric.all_gather(torch.ones(1 + world.rank)),
     }
     for said, call in calls.items():
         text = told(HpcZeroError, call)
-        parallel_assert(comm, said in text, f"{said}: {text}")
+        world.check(said in text, f"{said}: {text}")
     program.done()
 
 
 @pytest.mark.ranks(2)
-def test_precision_is_zeroifys(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_precision_is_zeroifys(world: World) -> None:
     """bf16 with fp32 masters instead of autocast; half masters are refused."""
-    fabric = fabric_of(topology, {"stage": 2}, precision="bf16-mixed")
+    fabric = fabric_of(world.topology, {"stage": 2}, precision="bf16-mixed")
     net = model()
     net, optimizer = fabric.setup(net, adamw(net))
     seen = []
     net.module[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     fabric.backward(loss_of(net, samples()[:4]))
     optimizer.step()
-    parallel_assert(comm, seen == [torch.bfloat16], str(seen))
-    parallel_assert(comm, hpczero.sharding(net.module).plan.precision.param == "bf16")
+    world.check(seen == [torch.bfloat16], str(seen))
+    world.check(hpczero.sharding(net.module).plan.precision.param == "bf16")
     hpczero.release(net.module)
     with pytest.raises(ConfigError, match="precision: got '16-true'"):
-        fabric_of(topology, {}, precision="16-true")
+        fabric_of(world.topology, {}, precision="16-true")

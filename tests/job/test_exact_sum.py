@@ -8,12 +8,21 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hpczero
+from hpczero.accelerator import HostAccelerator
 from hpczero.job.group import DIGITS, LENGTH, MOST_RANKS, WIDTH, digits_of, values_of
+from hpczero.job.signals import Signals
+from hpczero.options.environment import Environment
+from hpczero.run.evaluation import PlainPasses
+from hpczero.run.step import TrainingStep
+from hpczero.run.stopping import Deadline, Stops, Wish
 from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -120,17 +129,6 @@ def counting(comm: MPI.Intracomm, seen: list[int]) -> Any:
 def test_a_step_and_the_wishes_after_it_bring_as_many_numbers_at_any_number_of_ranks(
     comm: MPI.Intracomm, topology: Topology, folder: Any
 ) -> None:
-    import numpy as np
-
-    import hpczero
-    from hpczero.accelerator import HostAccelerator
-    from hpczero.job.signals import Signals
-    from hpczero.options.environment import Environment
-    from hpczero.run.evaluation import PlainPasses
-    from hpczero.run.step import TrainingStep
-    from hpczero.run.stopping import Deadline, Stops, Wish
-    from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens
-
     seen: list[int] = []
     world = replace(topology.world, comm=counting(topology.world.comm, seen))
     counted = replace(topology, world=world, data=world, shard=world, data_sequence=world)
@@ -139,12 +137,13 @@ def test_a_step_and_the_wishes_after_it_bring_as_many_numbers_at_any_number_of_r
     hpczero.zeroify(model, optimizer, stage=3, topology=counted)
     accelerator = HostAccelerator()
     tokens = tiny_tokens(comm.rank).numpy().astype(np.int64)
+    passes = PlainPasses(
+        model, loss=lambda m, x, y: m(x, y), accumulation=1, accelerator=accelerator
+    )
     step = TrainingStep(
         model,
         optimizer,
-        passes=PlainPasses(
-            model, loss=lambda m, x, y: m(x, y), accumulation=1, accelerator=accelerator
-        ),
+        passes=passes,
         samples=lambda number, micro: (tokens[:, :-1], tokens[:, 1:]),
         accelerator=accelerator,
         clip=1.0,

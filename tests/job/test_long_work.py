@@ -133,17 +133,15 @@ def test_silent_work_is_left_alone_at_the_end() -> None:
     assert task.result() == "done"
 
 
-def test_work_has_the_cores_it_is_given_and_the_caller_keeps_its_own() -> None:
+@pytest.mark.parametrize("there", [True, False])
+def test_work_has_the_cores_it_is_given_if_there_are_such_and_the_caller_keeps_its_own(
+    there: bool,
+) -> None:
     mine = os.sched_getaffinity(0)
-    one = {min(mine)}
-    task = LongWork(lambda progress: os.sched_getaffinity(0), one)
-    assert task.result() == one
+    given = {min(mine)} if there else {10**4}
+    task = LongWork(lambda progress: os.sched_getaffinity(0), given)
+    assert task.result() == (given if there else mine)
     assert os.sched_getaffinity(0) == mine
-
-
-def test_cores_that_there_are_not_leave_the_work_on_those_of_the_caller() -> None:
-    task = LongWork(lambda progress: os.sched_getaffinity(0), {10**4})
-    assert task.result() == os.sched_getaffinity(0)
 
 
 def test_results_come_in_the_order_of_the_items_and_errors_at_their_place() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from hpczero.errors import ConfigError, PlanError, TopologyError
-from hpczero.job.mesh import DEGREES, Mesh
+from hpczero.job.mesh import DATA, DEGREES, Mesh
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, tiny_tokens
+from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, tiny_tokens, update
+from tests.helpers.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -76,37 +77,20 @@ def test_groups_of_a_topology_are_those_of_its_mesh(
 
     topology = Topology.create(comm, nodes, mesh=Mesh(replicate=2, shard=2))
     mesh = topology.mesh
-    for name, degrees in {
-        "shard": ["shard"],
-        "replicate": ["replicate"],
-        "data": [*mesh_data()],
-    }.items():
+    (node,) = (ranks for ranks in topology.world.nodes if comm.rank in ranks)
+    for name, degrees in {"shard": ["shard"], "replicate": ["replicate"], "data": DATA}.items():
         group = getattr(topology, name)
         expected = list(mesh.members(comm.rank, *degrees))
         parallel_assert(comm, group.comm.allgather(comm.rank) == expected, name)
-        on_node = [
-            rank for rank in expected if node_of(topology, rank) == node_of(topology, comm.rank)
-        ]
+        on_node = [rank for rank in expected if rank in node]
         parallel_assert(comm, group.node.allgather(comm.rank) == on_node, f"{name} on its node")
         indices = group.comm.allgather(group.index)
         parallel_assert(comm, sorted(indices) == list(range(group.size)), f"{name}: {indices}")
     parallel_assert(comm, topology.data is topology.world)
     parallel_assert(comm, topology.tensor.size == topology.pipeline.size == 1)
-    parallel_assert(
-        comm,
-        topology.shard.gather(float(comm.rank)) == [*map(float, mesh.members(comm.rank, "shard"))],
-    )
+    members = [*map(float, mesh.members(comm.rank, "shard"))]
+    parallel_assert(comm, topology.shard.gather(float(comm.rank)) == members)
     topology.free()
-
-
-def mesh_data() -> tuple[str, ...]:
-    from hpczero.job.mesh import DATA
-
-    return DATA
-
-
-def node_of(topology: Any, rank: int) -> int:
-    return next(g for g, ranks in enumerate(topology.world.nodes) if rank in ranks)
 
 
 @pytest.mark.mpi
@@ -115,9 +99,8 @@ def test_ranks_with_other_meshes_are_refused_on_all(comm: MPI.Intracomm) -> None
     from hpczero import Topology
 
     odd = Mesh(replicate=comm.size) if comm.rank == 1 else Mesh(shard=comm.size)
-    raises_on_all(
-        comm, TopologyError, r"rank\(s\) 1, the degrees", lambda: Topology.create(comm, mesh=odd)
-    )
+    said = r"rank\(s\) 1, the degrees"
+    raises_on_all(comm, TopologyError, said, Topology.create, comm, mesh=odd)
 
 
 @pytest.mark.mpi
@@ -129,12 +112,8 @@ def test_a_whole_model_is_not_trained_over_ranks_that_are_to_hold_parts_of_one(
 
     topology = hpczero.Topology.create(comm, mesh=Mesh(tensor=2))
     model = tiny_gpt()
-    raises_on_all(
-        comm,
-        PlanError,
-        r"a mesh of tensor 2 and a whole model, expected one .*hpczero\.parallel\.split",
-        lambda: hpczero.zeroify(model, adamw(model), topology=topology),
-    )
+    said = r"a mesh of tensor 2 and a whole model, expected one .*hpczero\.parallel\.split"
+    World(comm, topology).refuses(PlanError, said, model, adamw(model))
     topology.free()
 
 
@@ -156,9 +135,8 @@ def test_two_groups_of_2_give_the_bits_of_two_jobs_of_2(
             apart = trained(part, stage, nodes, data=half, steps=3 + half)
         comm.Barrier()
     parallel_assert(comm, beside == apart, f"half {half}")
-    parallel_assert(
-        comm, (comm.bcast(beside[0], root=0) == beside[0]) == (half == 0), "they differ"
-    )
+    same_as_first = comm.bcast(beside[0], root=0) == beside[0]
+    parallel_assert(comm, same_as_first == (half == 0), "they differ")
     part.Free()
 
 
@@ -166,8 +144,6 @@ def trained(
     part: MPI.Comm, stage: int, nodes: list[int] | None, *, data: int, steps: int
 ) -> list[bytes]:
     """Losses and weights of a training on the ranks of ``part``, as bytes."""
-    import numpy as np
-
     import hpczero
 
     topology = hpczero.Topology.create(cast("MPI.Intracomm", part), nodes)
@@ -179,9 +155,8 @@ def trained(
         tokens = tiny_tokens(10 * data + 2 * step + part.rank)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        left.append(np.array(topology.gather(loss.item())).tobytes())
+        update(optimizer)
+        left.append(str(topology.gather(loss.item())).encode())
     weights = hpczero.full_state_dict(model)
     if weights is not None:
         left += [value.numpy().tobytes() for value in weights.values()]

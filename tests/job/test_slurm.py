@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,6 @@ class Clock:
     def __init__(self, left: float | None) -> None:
         self.time = 1000.0
         self.end = None if left is None else self.time + left
-        self.unlimited = False
         self.asked = 0
 
     def now(self) -> float:
@@ -77,8 +77,6 @@ class Clock:
     def ask(self, job: str) -> float | None:
         assert job == "7"
         self.asked += 1
-        if self.unlimited:
-            return math.inf
         return None if self.end is None else self.end - self.time
 
 
@@ -104,32 +102,20 @@ def test_end_that_slurm_sets_in_the_environment_is_not_asked_for() -> None:
     assert not end.is_near(step_s=1.0, save_s=1.0)
 
 
-def test_limit_that_was_raised_meanwhile_is_noticed_before_the_run_stops() -> None:
+@pytest.mark.parametrize(
+    ("now", "near", "left"),
+    [(3610.0, False, 3610.0), (math.inf, False, math.inf), (None, True, 10.0)],
+    ids=["raised", "taken away", "cannot be asked"],
+)
+def test_limit_is_asked_for_again_before_the_run_stops(
+    now: float | None, near: bool, left: float
+) -> None:
     clock = Clock(left=100.0)
     end = deadline(clock)
     clock.time += 90.0
-    assert clock.end is not None
-    clock.end += 3600.0
-    assert not end.is_near(step_s=1.0, save_s=1.0)
-    assert (clock.asked, end.left_s) == (2, 3610.0)
-
-
-def test_limit_that_was_taken_away_meanwhile_stops_nothing_any_more() -> None:
-    clock = Clock(left=100.0)
-    end = deadline(clock)
-    clock.time += 90.0
-    clock.unlimited = True
-    assert not end.is_near(step_s=1.0, save_s=1.0)
-    assert end.left_s == math.inf
-
-
-def test_slurm_that_cannot_be_asked_again_leaves_the_end_as_it_was() -> None:
-    clock = Clock(left=100.0)
-    end = deadline(clock)
-    clock.time += 90.0
-    clock.end = None
-    assert end.is_near(step_s=1.0, save_s=1.0)
-    assert (clock.asked, end.left_s) == (2, 10.0)
+    clock.end = None if now is None else clock.time + now
+    assert end.is_near(step_s=1.0, save_s=1.0) is near
+    assert (clock.asked, end.left_s) == (2, left)
 
 
 def test_start_is_refused_whose_time_does_not_hold_three_saves_and_the_end() -> None:
@@ -153,13 +139,18 @@ def test_job_without_a_limit_and_no_job_at_all_are_never_near_their_end() -> Non
         assert not end.is_near(step_s=1e6, save_s=1e6)
 
 
+def endless(folder: Path, *, every: str = "--checkpoint.every 0") -> list[str]:
+    """A training run that ends only when it is asked to."""
+    options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
+    options += f"--evaluation.batches 0 {every} --log.plot false --log.tensorboard false"
+    cache = ["--data.cache", str(ROOT / "runs" / "tokens"), "--run.folder", str(folder)]
+    return ["-m", "hpczero.train", *options.split(), *cache]
+
+
 @pytest.mark.slow
 def test_run_saves_and_asks_to_be_requeued_when_its_time_is_nearly_up(tmp_path: Path) -> None:
-    options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
-    options += "--evaluation.batches 0 --checkpoint.every 0 --log.plot false --log.tensorboard false --data.cache"
-    words = [*options.split(), str(ROOT / "runs" / "tokens"), "--run.folder", str(tmp_path)]
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 35)}
-    job = run_ranks(2, ["-m", "hpczero.train", *words], timeout=90, env=env)
+    job = run_ranks(2, endless(tmp_path), timeout=90, env=env)
     assert job.returncode == 75, job
     assert "time limit: " in job.stdout
     assert "stopped after step" in job.stdout
@@ -173,18 +164,10 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def test_warning_that_comes_while_a_rank_starts_is_heard(tmp_path: Path) -> None:
-    options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
-    options += "--evaluation.batches 0 --log.plot false --log.tensorboard false"
-    words = [
-        *options.split(),
-        "--data.path",
-        str(ROOT / "CHANGELOG.md"),
-        "--run.folder",
-        str(tmp_path),
-    ]
-    words += ["--data.cache", str(tmp_path)]
+    data = ["--data.path", str(ROOT / "CHANGELOG.md"), "--data.cache", str(tmp_path)]
+    words = [*endless(tmp_path, every=""), *data]
     process = subprocess.Popen(
-        [ROOT / "slurm" / "bind.sh", sys.executable, "-m", "hpczero.train", *words],
+        [ROOT / "slurm" / "bind.sh", sys.executable, *words],
         env=launch_environment(PYTHONPATH=os.fspath(ROOT), SLURM_LOCALID="0", OMP_NUM_THREADS="1"),
         stdout=subprocess.DEVNULL,
     )
@@ -205,11 +188,8 @@ def test_warning_that_comes_while_a_rank_starts_is_heard(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_warning_that_is_repeated_does_not_end_a_rank_that_ends(tmp_path: Path) -> None:
     # Without bind.sh, from which ranks would have it that they ignore the signal.
-    options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
-    options += "--evaluation.batches 0 --log.plot false --log.tensorboard false --data.cache"
-    words = [*options.split(), str(ROOT / "runs" / "tokens"), "--run.folder", str(tmp_path)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "hpczero.train", *words],
+        [sys.executable, *endless(tmp_path, every="")],
         env=launch_environment(PYTHONPATH=os.fspath(ROOT), OMP_NUM_THREADS="1"),
         stdout=subprocess.DEVNULL,
     )
@@ -237,33 +217,26 @@ BY_MPIRUN = {"launched_by": "OMPI_COMM_WORLD_SIZE"}
 
 
 @pytest.mark.parametrize(
-    ("counts", "said", "launched"),
+    ("counts", "said", "launched", "right"),
     [
-        ([2, 2], "2(x2)", BY_SRUN),
-        ([1, 2, 2], "2(x2),1", BY_SRUN),  # nodes in another order
-        ([2, 1], "2", BY_MPIRUN),  # a part of the job
-        ([7], "", BY_SRUN),  # SLURM says nothing
+        ([2, 2], "2(x2)", BY_SRUN, True),
+        ([1, 2, 2], "2(x2),1", BY_SRUN, True),  # nodes in another order
+        ([2, 1], "2", BY_MPIRUN, True),  # a part of the job
+        ([7], "", BY_SRUN, True),  # SLURM says nothing
+        ([4], "2(x2)", BY_SRUN, False),
+        ([1, 1, 1, 1], "2(x2)", BY_SRUN, False),
+        ([3, 1], "2", BY_MPIRUN, False),  # piled up on the first node
     ],
 )
-def test_ranks_where_they_should_be_pass(
-    counts: list[int], said: str, launched: dict[str, str]
+def test_ranks_that_are_elsewhere_are_refused_with_both_numbers(
+    counts: list[int], said: str, launched: dict[str, Any], right: bool
 ) -> None:
-    check_placement(counts, Environment(tasks_per_node=said, **launched))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("counts", "said", "launched"),
-    [
-        ([4], "2(x2)", BY_SRUN),
-        ([1, 1, 1, 1], "2(x2)", BY_SRUN),
-        ([3, 1], "2", BY_MPIRUN),  # piled up on the first node
-    ],
-)
-def test_ranks_elsewhere_are_refused_with_both_numbers(
-    counts: list[int], said: str, launched: dict[str, str]
-) -> None:
+    environment = Environment(tasks_per_node=said, **launched)
+    if right:
+        check_placement(counts, environment)
+        return
     with pytest.raises(TopologyError) as caught:
-        check_placement(counts, Environment(tasks_per_node=said, **launched))  # type: ignore[arg-type]
+        check_placement(counts, environment)
     assert ", ".join(map(str, counts)) in str(caught.value)
     assert f"SLURM says {said}" in str(caught.value)
 

@@ -64,8 +64,11 @@ def test_node_map_is_what_was_given(comm: MPI.Intracomm, place: Callable[[int], 
 def test_shard_order_is_a_bijection_and_rail_major_on_even_nodes(
     comm: MPI.Intracomm, place: Callable[[int], list[int]]
 ) -> None:
+    """And reduction groups are the shards of each node in local order."""
     with on_nodes(comm, place(comm.size)) as topology:
         owners = comm.allgather(topology.shard_index)
+        groups = tuple(tuple(owners[rank] for rank in ranks) for ranks in topology.world.nodes)
+        parallel_assert(comm, topology.shard.reduction_groups == groups, str(groups))
         parallel_assert(comm, sorted(owners) == list(range(comm.size)), str(owners))
         in_order = topology.shard.ordered.allgather(comm.rank)
         parallel_assert(comm, [owners[rank] for rank in in_order] == list(range(comm.size)))
@@ -75,16 +78,6 @@ def test_shard_order_is_a_bijection_and_rail_major_on_even_nodes(
             topology.local_rank * topology.num_nodes + topology.node_index if even else comm.rank
         )
         parallel_assert(comm, topology.shard_index == expected, str(owners))
-
-
-@PLACEMENTS
-def test_reduction_groups_are_the_shards_of_each_node_in_local_order(
-    comm: MPI.Intracomm, place: Callable[[int], list[int]]
-) -> None:
-    with on_nodes(comm, place(comm.size)) as topology:
-        owners = comm.allgather(topology.shard_index)
-        expected = tuple(tuple(owners[rank] for rank in ranks) for ranks in topology.world.nodes)
-        parallel_assert(comm, topology.shard.reduction_groups == expected, str(expected))
 
 
 @pytest.mark.ranks(4)
@@ -111,24 +104,11 @@ def test_ranks_of_this_machine_are_one_node(comm: MPI.Intracomm, topology: Topol
 
 
 def test_node_list_of_the_wrong_length_is_refused(comm: MPI.Intracomm) -> None:
-    raises_on_all(
-        comm,
-        TopologyError,
-        f"names {comm.size + 1} ranks.*has {comm.size}",
-        lambda: hpczero.Topology.create(comm, [0] * (comm.size + 1)),
-    )
-
-
-@pytest.mark.ranks(3)
-def test_node_list_that_is_wrong_on_one_rank_is_refused_by_all(comm: MPI.Intracomm) -> None:
-    wrong = comm.size - 1
-    nodes = [0] * (comm.size + (comm.rank == wrong))
-    raises_on_all(
-        comm,
-        TopologyError,
-        f"names {comm.size + 1} ranks",
-        lambda: hpczero.Topology.create(comm, nodes),
-    )
+    """On all ranks, or on the last one alone."""
+    said = f"names {comm.size + 1} ranks.*has {comm.size}"
+    for wrong in (True, comm.rank == comm.size - 1):
+        nodes = [0] * (comm.size + wrong)
+        raises_on_all(comm, TopologyError, said, hpczero.Topology.create, comm, nodes)
 
 
 def test_two_topologies_live_in_one_process(comm: MPI.Intracomm) -> None:
@@ -164,83 +144,61 @@ def test_communicators_are_ours_named_and_freed(comm: MPI.Intracomm) -> None:
 # --- agreed
 
 
-def test_agreed_without_an_error_passes(comm: MPI.Intracomm, topology: Topology) -> None:
-    with topology.agreed("do nothing"):
-        value = comm.rank
-    parallel_assert(comm, value == comm.rank)
+def agreed(topology: Topology, what: str, error: Exception | None) -> Callable[[], None]:
+    """Work of all ranks, in which this one raises ``error``."""
+
+    def work() -> None:
+        with topology.agreed(what):
+            if error is not None:
+                raise error
+
+    return work
 
 
 @pytest.mark.ranks(3, 4)
 def test_error_on_one_rank_is_raised_on_all_with_its_class_and_rank(
     comm: MPI.Intracomm, topology: Topology
 ) -> None:
-    def work() -> None:
-        with topology.agreed("open the token file"):
-            if comm.rank == 1:
-                raise DataError("tokens.h5: no such file")
-
-    said = raises_on_all(
-        comm, DataError, r"on rank\(s\) 1, could not open the token file: tokens.h5", work
-    )
+    agreed(topology, "do nothing", None)()
+    error = DataError("tokens.h5: no such file") if comm.rank == 1 else None
+    work = agreed(topology, "open the token file", error)
+    expected = r"on rank\(s\) 1, could not open the token file: tokens.h5"
+    said = raises_on_all(comm, DataError, expected, work)
     parallel_assert(comm, comm.allgather(said) == [said] * comm.size, said)
 
 
 def test_error_on_all_ranks_is_raised_as_it_is(comm: MPI.Intracomm, topology: Topology) -> None:
-    def work() -> None:
-        with topology.agreed("check the options"):
-            raise ConfigError("seed: got 'x', expected an integer")
-
+    error = ConfigError("seed: got 'x', expected an integer")
+    work = agreed(topology, "check the options", error)
     said = raises_on_all(comm, ConfigError, "^seed: got 'x'", work)
     parallel_assert(comm, "rank" not in said or comm.size == 1, said)
 
 
 @pytest.mark.ranks(3, 4)
 def test_error_on_several_ranks_names_them_all(comm: MPI.Intracomm, topology: Topology) -> None:
-    def work() -> None:
-        with topology.agreed("read"):
-            if comm.rank > 0:
-                raise DataError(f"file {comm.rank}")
-
-    last = comm.size - 1
-    raises_on_all(comm, DataError, rf"on rank\(s\) 1-{last}, could not read: file 1", work)
+    work = agreed(topology, "read", DataError(f"file {comm.rank}") if comm.rank else None)
+    said = rf"on rank\(s\) 1-{comm.size - 1}, could not read: file 1"
+    raises_on_all(comm, DataError, said, work)
 
 
 @pytest.mark.ranks(3, 4)
-def test_foreign_error_keeps_its_class_at_home_and_is_told_to_the_others(
-    comm: MPI.Intracomm, topology: Topology
+@pytest.mark.parametrize(
+    ("foreign", "others"), [(0, {}), (1, {0: CheckpointNotWritten("disk full")})]
+)
+def test_foreign_error_keeps_its_class_at_home_and_is_what_every_other_rank_is_told(
+    comm: MPI.Intracomm, topology: Topology, foreign: int, others: dict[int, Exception]
 ) -> None:
+    """Whatever that raised itself: ranks that caught the error of their own would go on alone."""
+    own = {**others, foreign: MemoryError("no memory")}
     error: Exception | None = None
     try:
-        with topology.agreed("divide"):
-            if comm.rank == 0:
-                raise ZeroDivisionError("by nothing")
-    except (ZeroDivisionError, HpcZeroError) as caught:
-        error = caught
-    expected = ZeroDivisionError if comm.rank == 0 else HpcZeroError
-    parallel_assert(comm, type(error) is expected, repr(error))
-    parallel_assert(comm, getattr(error, "agreed", False), "every rank knows")
-    told = "on rank(s) 0, could not divide: ZeroDivisionError: by nothing"
-    parallel_assert(comm, comm.rank == 0 or str(error) == told, str(error))
-
-
-@pytest.mark.ranks(3, 4)
-def test_foreign_error_is_what_every_rank_is_told_whatever_it_raised_itself(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    """Ranks that caught the error of their own would go on alone."""
-    error: Exception | None = None
-    try:
-        with topology.agreed("write it"):
-            if comm.rank == 0:
-                raise CheckpointNotWritten("disk full")
-            if comm.rank == 1:
-                raise MemoryError("no memory")
+        agreed(topology, "write it", own.get(comm.rank))()
     except (MemoryError, HpcZeroError) as caught:
         error = caught
-    expected = MemoryError if comm.rank == 1 else HpcZeroError
-    parallel_assert(comm, type(error) is expected, repr(error))
-    told = "on rank(s) 1, could not write it: MemoryError: no memory"
-    parallel_assert(comm, comm.rank == 1 or str(error) == told, str(error))
+    parallel_assert(comm, type(error) is (MemoryError if comm.rank == foreign else HpcZeroError))
+    parallel_assert(comm, getattr(error, "agreed", False), "every rank knows")
+    told = f"on rank(s) {foreign}, could not write it: MemoryError: no memory"
+    parallel_assert(comm, comm.rank == foreign or str(error) == told, str(error))
 
 
 # --- small helpers
@@ -265,12 +223,8 @@ def test_error_of_a_class_from_elsewhere_is_told_as_the_one_above_it(topology: T
     class Unreadable(DataError):
         pass
 
-    def look() -> None:
-        with topology.agreed("look"):
-            if topology.is_root:
-                raise Unreadable("not so")
-
+    error = Unreadable("not so") if topology.is_root else None
     with pytest.raises(DataError, match=r"could not look: not so|^not so") as raised:
-        look()
+        agreed(topology, "look", error)()
     assert type(raised.value) is DataError
     assert raised.value.exit_code == 78

@@ -99,31 +99,31 @@ class Ranks:
         assert config.heads % ranks == 0, "nothing is padded here"
         self.config, self.ranks, self.sequence = config, ranks, sequence
         self.values = {name: value.to(HALF) for name, value in masters.items()}
-        self.leaves: dict[
-            tuple[str, int], Tensor
-        ] = {}  # (name, rank): what has a gradient by itself
+        # By name and rank: what has a gradient by itself.
+        self.leaves: dict[tuple[str, int], Tensor] = {}
 
     def own(self, name: str, rank: int) -> Tensor:
         """What one rank has of a parameter, with a gradient of its own."""
         if (name, rank) not in self.leaves:
-            cut = self._slices(name)
-            value = self.values[name] if cut is None else cut[rank](self.values[name])
+            value, dim = self.values[name], self._cut_along(name)
+            if dim is not None:
+                parts = [each.chunk(self.ranks, dim)[rank] for each in self._pieces(name, value)]
+                value = torch.cat(parts)
             self.leaves[name, rank] = value.clone().requires_grad_()
         return self.leaves[name, rank]
 
-    def _slices(self, name: str) -> list[Any] | None:
+    def _cut_along(self, name: str) -> int | None:
+        """The dimension of a parameter that ranks share."""
         if self.ranks == 1:
             return None
-        if ".qkv." in name:  # heads of q, k and v
-            return [
-                lambda whole, r=r: torch.cat([t.chunk(self.ranks)[r] for t in whole.chunk(3)])
-                for r in range(self.ranks)
-            ]
         if name.endswith("projection.weight"):
-            return [lambda whole, r=r: whole.chunk(self.ranks, dim=1)[r] for r in range(self.ranks)]
-        if ".expansion." in name or name == "lm_head.weight":
-            return [lambda whole, r=r: whole.chunk(self.ranks)[r] for r in range(self.ranks)]
-        return None
+            return 1
+        cut = ".qkv." in name or ".expansion." in name or name == "lm_head.weight"
+        return 0 if cut else None
+
+    def _pieces(self, name: str, value: Tensor) -> tuple[Tensor, ...]:
+        """What is cut by itself: q, k and v have each their heads."""
+        return value.chunk(3) if ".qkv." in name else (value,)
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the last backward, bf16 as each rank has them, in one fp32 tensor by name and rank; they are cleared."""
@@ -138,14 +138,12 @@ class Ranks:
         wholes: dict[str, Tensor] = {}
         for name, value in self.values.items():
             mine = [found[f"{name}/{r}"] for r in range(self.ranks) if f"{name}/{r}" in found]
-            if self._slices(name) is None:
+            dim = self._cut_along(name)
+            if dim is None:
                 wholes[name] = torch.stack(mine).sum(0) if len(mine) > 1 else mine[0]
-            elif ".qkv." in name:
-                thirds = [part.chunk(3) for part in mine]
-                wholes[name] = torch.cat([t[i] for i in range(3) for t in thirds])
             else:
-                dim = 1 if name.endswith("projection.weight") else 0
-                wholes[name] = torch.cat(mine, dim)
+                pieces = zip(*(self._pieces(name, part) for part in mine), strict=True)
+                wholes[name] = torch.cat([torch.cat(of_ranks, dim) for of_ranks in pieces])
             assert wholes[name].shape == value.shape, name
         return wholes
 
@@ -178,44 +176,35 @@ class Ranks:
         ]
         products = [F.linear(y, self.own(f"{last}.weight", r)) for r, y in enumerate(inner)]
         if self.ranks == 1:
-            return x + F.linear(
-                inner[0], self.own(f"{last}.weight", 0), self.own(f"{last}.bias", 0)
-            )
+            return x + self._linear(inner[0], last, 0)
         total: Tensor = Sum.apply(*products)
         if not self.sequence:
             return x + (total + self.own(f"{last}.bias", 0))
-        parts = [
-            part + self.own(f"{last}.bias", r)
-            for r, part in enumerate(total.chunk(self.ranks, dim=1))
-        ]
-        return x + torch.cat(parts, dim=1)
+        parts = enumerate(total.chunk(self.ranks, dim=1))
+        return x + torch.cat([part + self.own(f"{last}.bias", r) for r, part in parts], dim=1)
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
         """By one norm, or by one of each rank's tokens."""
         parts = x.chunk(self.ranks, dim=1) if self.sequence else [x]
         width = (self.config.hidden,)
-        return torch.cat(
-            [
-                F.layer_norm(
-                    part, width, self.own(f"{name}.weight", r), self.own(f"{name}.bias", r)
-                )
-                for r, part in enumerate(parts)
-            ],
-            dim=1,
-        )
+        normed = [
+            F.layer_norm(part, width, self.own(f"{name}.weight", r), self.own(f"{name}.bias", r))
+            for r, part in enumerate(parts)
+        ]
+        return torch.cat(normed, dim=1)
 
     def _attention(self, x: Tensor, at: str, rank: int) -> Tensor:
-        name = f"{at}.attention.qkv"
-        qkv = F.linear(x, self.own(f"{name}.weight", rank), self.own(f"{name}.bias", rank))
+        qkv = self._linear(x, f"{at}.attention.qkv", rank)
         size = self.config.hidden // self.config.heads
         q, k, v = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y.transpose(1, 2).flatten(-2)
 
     def _expansion(self, x: Tensor, at: str, rank: int) -> Tensor:
-        name = f"{at}.mlp.expansion"
-        y = F.linear(x, self.own(f"{name}.weight", rank), self.own(f"{name}.bias", rank))
-        return F.gelu(y, approximate="tanh")
+        return F.gelu(self._linear(x, f"{at}.mlp.expansion", rank), approximate="tanh")
+
+    def _linear(self, x: Tensor, name: str, rank: int) -> Tensor:
+        return F.linear(x, self.own(f"{name}.weight", rank), self.own(f"{name}.bias", rank))
 
 
 @dataclass

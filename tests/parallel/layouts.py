@@ -57,6 +57,24 @@ def optimizer_of(model: nn.Module, *, eps: float = 1e-3) -> torch.optim.Optimize
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=eps)
 
 
+def samples_of(topology: Topology, context: int = SIZES.context) -> Callable[[int, int], Any]:
+    """For the passes of a run: inputs and targets of a step and a micro-batch, of this data parallel rank."""
+
+    def samples(step: int, micro: int) -> tuple[Any, Any]:
+        tokens = text(step, micro, topology.data.rank, context)
+        return tokens[:, :-1].numpy(), tokens[:, 1:].numpy()
+
+    return samples
+
+
+def take(passes: Any, step: int, samples: Callable[[int, int], Any]) -> Callable[[], float]:
+    """Forwards and backwards of a step of a run, which nobody times; its loss. Collective."""
+    from hpczero.run.results.metrics import Stopwatch
+
+    loss: Callable[[], float] = passes.take(step, samples, Stopwatch(lambda: 0.0), lambda: None)
+    return loss
+
+
 @contextmanager
 def laid_out(
     comm: MPI.Intracomm, options: LayoutOptions, nodes: Sequence[int] | None = None
@@ -136,7 +154,6 @@ def train_laid_out(
     from hpczero.adapters.gpt import GPTAdapter
     from hpczero.parallel.tensor import close
     from hpczero.run.evaluation import passes_of
-    from hpczero.run.results.metrics import Stopwatch
     from hpczero.run.starting.building import divide
 
     adapter = GPTAdapter(config)
@@ -159,13 +176,9 @@ def train_laid_out(
         options, adapter, model, accumulation=micro_batches, accelerator=HostAccelerator()
     )
 
-    def samples(step: int, micro: int) -> tuple[Any, Any]:
-        tokens = text(step, micro, topology.data.rank, config.context)
-        return tokens[:, :-1].numpy(), tokens[:, 1:].numpy()
-
-    found = Trained()
+    found, samples = Trained(), samples_of(topology, config.context)
     for step in range(steps):
-        loss = passes.take(step, samples, Stopwatch(lambda: 0.0), lambda: None)
+        loss = take(passes, step, samples)
         around(model, optimizer, step)
         found.norms.append(hpczero.clip_grad_norm_(model, clip_of(topology.data.size)))
         optimizer.step()

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from hpczero.models import GPT
 from hpczero.models.config import GPTConfig
 from tests.helpers.gloo import skip_where_fsdp2_sums
-from tests.parallel.layouts import clip_of, optimizer_of, text
+from tests.parallel.layouts import Trained, clip_of, optimizer_of, text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -47,11 +47,9 @@ QKV = ("q", "k", "v")
 
 
 @dataclass
-class Seen:
-    """What a training showed: losses and norms of each step, and whole gradients before clipping, in GPT's names."""
+class Seen(Trained):
+    """What a training showed: also whole gradients of each step before clipping, in GPT's names."""
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 

@@ -11,8 +11,6 @@ LIMIT_S = 240.0  # 8 ranks on what cores there are
 
 @pytest.mark.slow
 def test_tensor_by_pipeline_by_data_trains_what_one_process_trains() -> None:
-    """A quarter of the cases: each stage once, tied and not, with sequence parallelism and without."""
-    done = run_ranks(8, ["-m", "tests.parallel.eight_ranks", "0", "5"], timeout=LIMIT_S)
+    done = run_ranks(8, ["-m", "tests.parallel.eight_ranks"], timeout=LIMIT_S)
     assert done.returncode == 0, str(done)
-    assert done.stdout.count("losses off by") == 4, str(done)
     assert {line[:7] for line in done.stdout.splitlines()} == {f"stage {n}" for n in range(4)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,10 +22,10 @@ from hpczero.plan.sent import sent_by
 from hpczero.plan.sizing import ForwardSizes
 from hpczero.plan.spread import Spread, part_of_gpt
 from hpczero.run.evaluation import PipelinePasses, passes_of
-from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.building import divide
 from tests.helpers.parallel import parallel_assert
-from tests.parallel.wholes import tensor_ranks
+from tests.parallel.layouts import take
+from tests.parallel.wholes import split_over, tensor_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,14 +52,9 @@ def test_shapes_of_every_rank_are_those_of_the_plan(
             cut(model, topology, gpt_stages(model), interleave=interleave)
         if tensor > 1:
             split(model, topology, gpt_rule(config))
-        part = part_of_gpt(
-            config,
-            tensor=tensor,
-            rank=topology.tensor.index,
-            pipeline=pipeline,
-            stage=topology.pipeline.index,
-            interleave=interleave,
-        )
+        place = {"rank": topology.tensor.index, "stage": topology.pipeline.index}
+        degrees = {"tensor": tensor, "pipeline": pipeline, "interleave": interleave}
+        part = part_of_gpt(config, **degrees, **place)
         found = sorted(tuple(each.shape) for each in model.parameters())
         planned = sorted(shape for _, shape in part.shapes)
         parallel_assert(comm, found == planned, f"{found} {planned}")
@@ -72,8 +67,7 @@ def test_what_autograd_keeps_of_a_block_is_what_the_plan_counts(
     comm: MPI.Intracomm, sequence: bool
 ) -> None:
     config = GPTConfig(vocab_size=64, context=48, layers=1, hidden=192, heads=12)
-    with tensor_ranks(comm) as topology:
-        model = split(GPT(config), topology, gpt_rule(config), sequence=sequence)
+    with split_over(comm, GPT(config), gpt_rule(config), sequence=sequence) as model:
         own = 48 // comm.size if sequence else 48
         x = torch.randn(2, own, 192, requires_grad=True)
         kept: dict[int, int] = {}
@@ -95,7 +89,6 @@ def test_what_autograd_keeps_of_a_block_is_what_the_plan_counts(
         parallel_assert(comm, expected <= counted <= expected + small, f"{counted} {expected}")
         parallel_assert(comm, y.shape == x.shape)
         parallel_assert(comm, planned.peak_nbytes(Fraction(1)) > expected)
-        close(model)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -121,41 +114,22 @@ def test_what_ranks_send_in_a_step_is_what_the_plan_says(
     initialize = adapter.initializer(model, 1)
     divide(options, adapter, model, topology)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hpczero.zeroify(
-        model,
-        optimizer,
-        stage=stage,
-        topology=topology,
-        initialize=initialize,
-        transport="flat",
-    )
+    how: dict[str, Any] = {"stage": stage, "transport": "flat"}
+    hpczero.zeroify(model, optimizer, topology=topology, initialize=initialize, **how)
     passes = passes_of(options, adapter, model, accumulation=times, accelerator=HostAccelerator())
     generator = torch.Generator().manual_seed(topology.data.rank)
     tokens = torch.randint(0, 64, (times, micro, 17), generator=generator).numpy()
     stats = hpczero.sharding(model).collectives.stats
     before = dict(stats.calls)
-    passes.take(
-        0, lambda _, i: (tokens[i, :, :-1], tokens[i, :, 1:]), Stopwatch(lambda: 0.0), lambda: None
-    )
+    take(passes, 0, lambda _, i: (tokens[i, :, :-1], tokens[i, :, 1:]))
     optimizer.step()
-    spread = Spread(
-        config,
-        mesh,
-        comm.size,
-        stage=stage,
-        precision="fp32",
-        micro_batch=micro,
-        accumulation=times,
-        sequence_parallel=options.sequence,
-        schedule=options.order,
-        interleave=options.interleave,
-        transport="flat",
-    )
+    how |= {"precision": "fp32", "micro_batch": micro, "accumulation": times}
+    how |= {"schedule": options.order, "interleave": options.interleave}
+    spread = Spread(config, mesh, comm.size, sequence_parallel=options.sequence, **how)
     planned = sent_by(spread, topology.pipeline.index)
     calls = [stats.calls[verb] - before.get(verb, 0) for verb in ("all_gather", "reduce_scatter")]
-    parallel_assert(
-        comm, calls == [planned.all_gathers, planned.reduce_scatters], f"{calls} {planned}"
-    )
+    of_shards = [planned.all_gathers, planned.reduce_scatters]
+    parallel_assert(comm, calls == of_shards, f"{calls} {planned}")
     if isinstance(passes, PipelinePasses):
         messages = passes._pipeline.messages.stats.sent_nbytes
         expected = planned.pipeline.nbytes + planned.ties.nbytes
@@ -167,8 +141,7 @@ def test_what_ranks_send_in_a_step_is_what_the_plan_says(
         counted = sum(sums.stats.sent_nbytes.values())
         # The loss: a maximum, a sum and a logit of each token, fp32, to the one other rank.
         loss = times * micro * 16 * 3 * 4
-        parallel_assert(
-            comm, counted == planned.tensor.nbytes + loss, f"{counted} {planned.tensor} {loss}"
-        )
+        told = f"{counted} {planned.tensor} {loss}"
+        parallel_assert(comm, counted == planned.tensor.nbytes + loss, told)
     hpczero.release(model)
     topology.free()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,15 +52,15 @@ def test_transports_send_what_the_plan_says(
     with torch.device("meta"):
         model = GPT(CONFIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    how: dict[str, Any] = {"stage": stage, "secondary": secondary}
     hpczero.zeroify(
         model,
         optimizer,
-        stage=stage,
         topology=topology,
         precision=Precision.of(precision, reduce=reduce),
         transport="hierarchical",
-        secondary=secondary,
-        initialize=lambda name, tensor: model.initialize(name, tensor, seed=1),
+        initialize=partial(model.initialize, seed=1),
+        **how,
     )
     stats = hpczero.sharding(model).collectives.stats
     calls, before = dict(stats.calls), parameters_and_gradients(stats.sent_nbytes)
@@ -68,25 +69,13 @@ def test_transports_send_what_the_plan_says(
         with hpczero.accumulate(model, micro, 3):
             model(tokens[:, :-1], tokens[:, 1:]).backward()
     optimizer.step()
-    spread = Spread(
-        CONFIG,
-        mesh,
-        2,
-        stage=stage,
-        precision=precision,
-        reduce=reduce,
-        micro_batch=2,
-        accumulation=3,
-        secondary=secondary,
-    )
+    how |= {"precision": precision, "reduce": reduce, "micro_batch": 2, "accumulation": 3}
+    spread = Spread(CONFIG, mesh, 2, **how)
     planned = sent_by(spread, 0)
     sent = parameters_and_gradients(stats.sent_nbytes) - before
     done = {verb: stats.calls[verb] - calls.get(verb, 0) for verb in stats.calls}
-    parallel_assert(
-        comm,
-        sent == planned.total.nbytes,
-        f"{sent} {planned.total} {planned} {dict(stats.sent_nbytes)}",
-    )
+    told = f"{sent} {planned.total} {planned} {dict(stats.sent_nbytes)}"
+    parallel_assert(comm, sent == planned.total.nbytes, told)
     gathers = done.get("all_gather", 0) + done.get("regather", 0)
     parallel_assert(comm, gathers == planned.all_gathers, f"{done} {planned}")
     if secondary:

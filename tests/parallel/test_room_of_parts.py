@@ -18,12 +18,11 @@ from hpczero.options.config import ParallelOptions, RunConfig, TrainOptions
 from hpczero.parallel import close
 from hpczero.plan.sizing import Batch
 from hpczero.run.evaluation import passes_of
-from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.building import build
 from hpczero.run.starting.header import describe_layout, describe_run, describe_sent
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from tests.helpers.parallel import parallel_assert
-from tests.parallel.layouts import laid_out, sizes, text
+from tests.parallel.layouts import laid_out, samples_of, sizes, take
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -65,11 +64,7 @@ def test_a_low_estimate_is_at_most_what_a_rank_holds_and_a_high_one_at_least(
                 parallel, adapter, model, accumulation=ACCUMULATION, accelerator=HostAccelerator()
             )
 
-            def samples(step: int, micro: int, rank: int = topology.data.rank) -> tuple[Any, Any]:
-                tokens = text(step, micro, rank, SMALL.context)
-                return tokens[:, :-1].numpy(), tokens[:, 1:].numpy()
-
-            passes.take(0, samples, Stopwatch(lambda: 0.0), lambda: None)
+            take(passes, 0, samples_of(topology))
             optimizer.step()
             state = hpczero.sharding(model)
             held = sum(state.memory.peak.values()) + state.optimizer_nbytes()

@@ -13,14 +13,8 @@ from torch.nn import functional as F
 from hpczero.comm.sums import Sums, sums_over
 from hpczero.errors import StepError
 from hpczero.parallel.tensor import loss as loss_module
-from hpczero.parallel.tensor.functions import gather, own_part
-from hpczero.parallel.tensor.layers import (
-    ColumnLinear,
-    RowLinear,
-    VocabularyEmbedding,
-    joined,
-    words_of,
-)
+from hpczero.parallel.tensor.functions import own_part
+from hpczero.parallel.tensor.layers import ColumnLinear, RowLinear, VocabularyEmbedding, words_of
 from hpczero.parallel.tensor.loss import split_cross_entropy
 from hpczero.plan.placement import Placement
 from tests.helpers.parallel import parallel_assert
@@ -110,8 +104,9 @@ def test_an_embedding_cut_by_its_vocabulary_is_the_plain_one(
     plain = nn.Embedding(11, 6, padding_idx=9, _weight=table.clone())
     tokens = torch.tensor([[0, 10, 9, 3, 3], [7, 9, 1, 10, 2]])
     placement = placed(sums, table, 0)
-    layer = VocabularyEmbedding(own(table, placement), None, placement, sums, sequence=sequence)
-    layer.padding_idx = 9
+    layer = VocabularyEmbedding(
+        own(table, placement), placement, sums, sequence=sequence, padding_idx=9
+    )
     weight = drawn(2, 5, 6, seed=2)
     wanted, found = plain(tokens), layer(tokens)
     (wanted * weight).sum().backward()
@@ -213,26 +208,3 @@ def test_gradients_of_gradients_forward_mode_and_torch_func_are_right_or_refused
     if comm.size > 1:
         with pytest.raises(StepError, match="vmap"):
             torch.func.vmap(lambda y: two_layers(sums, y[None], weights, targets[:1]))(x)
-
-
-def test_joined_outputs_are_all_of_them_without_padding(comm: MPI.Intracomm, sums: Sums) -> None:
-    weight, x = drawn(7, 3), drawn(2, 3, seed=2)
-    placement = placed(sums, weight, 0)
-    layer = ColumnLinear(own(weight, placement), None, placement, sums)
-    layer.joined = True
-    found = layer(x)
-    parallel_assert(comm, off(found, F.linear(x, weight)) < 1e-6)
-    parallel_assert(comm, found.shape == (2, 7) and layer.out_features == 7)
-    split = ColumnLinear(layer.weight, None, placement, sums)
-    again = joined(split(x), sums, placement)
-    parallel_assert(comm, torch.equal(again, found))
-
-
-def test_gathered_tokens_have_the_sum_of_all_ranks_gradients(
-    comm: MPI.Intracomm, sums: Sums
-) -> None:
-    whole = drawn(2, 7, 3)
-    part = sums.own_part(whole, 1).clone().requires_grad_()
-    (gather(part, sums, 1) * (sums.rank + 1)).sum().backward()
-    factor = sum(range(1, sums.size + 1))
-    parallel_assert(comm, torch.equal(grad(part), torch.full_like(part, factor)))

@@ -38,9 +38,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 3,
     "head_dim": 4,
     "max_position_embeddings": 32,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -101,7 +99,7 @@ def test_too_few_key_and_value_heads_and_dropout_are_refused(comm: MPI.Intracomm
         def refused(pattern: str, **changes: Any) -> None:
             model = build("llama", **changes)
             raises_on_all(
-                comm, PlanError, pattern, lambda: split(model, topology, llama_rule(model.config))
+                comm, PlanError, pattern, split, model, topology, llama_rule(model.config)
             )
 
         refused("fewer than the 2 tensor parallel ranks", num_key_value_heads=1)

@@ -13,14 +13,11 @@ from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
 from hpczero.models import GPT, GPTConfig
 from hpczero.parallel import Kept, Rule, Split, close, gpt_rule, split
-from hpczero.parallel.tensor.split import SUMS
-from hpczero.plan.placement import KEY, ModelPart, Placement
 from tests.helpers.parallel import parallel_assert
 from tests.parallel.wholes import (
     check_gradients,
     equal_on_all,
     off,
-    part,
     randomize,
     split_over,
     tokens_and_targets,
@@ -41,45 +38,6 @@ def build() -> GPT:
 
 def batch() -> tuple[Tensor, Tensor]:
     return tokens_and_targets(CONFIG)
-
-
-class Stage(nn.Module):
-    """The last of two stages: norm and head, tied to the embedding of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 11, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, 6) in, (B, T, 11) out."""
-        out: Tensor = self.head(self.norm(x))
-        return out
-
-
-@pytest.mark.ranks(2, 3)
-def test_a_stage_keeps_what_is_known_of_the_whole_model(comm: MPI.Intracomm) -> None:
-    model, plain = Stage(), Stage()
-    names = ("embedding.weight", "norm.weight", "norm.bias")
-    tied = Placement("embedding.weight", (11, 6), tied=True, counted=False)
-    model.__dict__[KEY] = ModelPart(
-        names, {"head.weight": "embedding.weight"}, {"head.weight": tied}, first=False
-    )
-    rule = Rule({"embedding": Split(0), "norm": Kept.STREAM, "head": Split(0, joined=True)})
-    with split_over(comm, model, rule):
-        found = part(model)
-        head = found.placements["head.weight"]
-        parallel_assert(comm, (found.names, found.first, found.last) == (names, False, True))
-        parallel_assert(comm, (head.name, head.tied, head.counted) == (tied.name, True, False))
-        parallel_assert(comm, (head.dim, head.part, head.parts) == (0, comm.rank, comm.size))
-        plain.load_state_dict(comm.bcast(plain.state_dict()))
-        x = torch.ones(1, 3, 6) * torch.arange(6.0)
-        whole = torch.empty(11, 6)
-        for placement, own in comm.allgather((head, model.head.weight.detach().numpy())):
-            placement.put(torch.from_numpy(own), whole)
-        with torch.no_grad():
-            plain.head.weight.copy_(whole)
-        parallel_assert(comm, off(model(x), plain(x)) < 1e-6)
 
 
 @SEQUENCE
@@ -121,25 +79,6 @@ def test_inference_mode_gives_the_same_logits(comm: MPI.Intracomm) -> None:
         parallel_assert(comm, torch.equal(first, model(batch()[0])))
         close(model)
         parallel_assert(comm, torch.equal(first, model(batch()[0])), "after close")
-
-
-@SEQUENCE
-def test_each_block_exchanges_four_times_in_a_step(comm: MPI.Intracomm, sequence: bool) -> None:
-    """Once for each of its two pairs of layers, forward and backward; the ends add a constant number."""
-    blocks = CONFIG.layers
-    with split_over(comm, build(), gpt_rule(CONFIG), sequence=sequence) as model:
-        model(*batch()).backward()
-        (sums,) = model.__dict__[SUMS]
-        # The embedding, the head's input and the loss; positions under sequence parallelism.
-        plain = {"all_reduce": 4 * blocks + 3, "maximum": 1}
-        cut = {
-            "reduce_scatter": 4 * blocks + 2,
-            "all_gather": 4 * blocks + 3,
-            "all_reduce": 1,
-            "maximum": 1,
-        }
-        found = dict(sums.stats.calls)
-        parallel_assert(comm, found == (cut if sequence else plain), str(found))
 
 
 @SEQUENCE

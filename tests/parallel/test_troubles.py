@@ -86,27 +86,10 @@ def test_a_rank_that_leaves_ends_the_job(layout: dict[str, object], ranks: int, 
         assert "hang:" in job.stderr, job
 
 
-STANDS_STILL = """
-import time
-import torch
-import hpczero
-from hpczero.job.mesh import Mesh
-from hpczero.parallel import Rule, Split, split
-
-topology = hpczero.Topology.of_world(mesh=Mesh.of(2, tensor=2))
-model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
-split(model, topology, Rule({"0": Split(0), "2": Split(1)}))
-for step in range(1000):
-    if step == 3 and topology.rank == 1:
-        time.sleep(600)
-    model(torch.ones(3, 4)).sum().backward()
-"""
-
-
 def test_a_tensor_rank_that_stands_still_ends_the_job_with_the_exchange_named() -> None:
-    job = run_ranks(2, ["-c", STANDS_STILL], timeout=60, env={"HPCZERO_TIMEOUT": "2"})
+    job = run_loop("time.sleep(600)", {"tensor": 2}, 2, 1, HPCZERO_TIMEOUT="2")
     assert job.returncode == 86, job
-    said = "[rank 0] hang: all_reduce of activations (3, 4) has not finished after 2 s"
+    said = "[rank 0] hang: all_reduce of activations (2, 12, 24) has not finished after 2 s"
     assert said in job.stderr, job
     assert "[rank 0] missing: rank 1 is outside of any collective" in job.stderr, job
 
@@ -128,9 +111,8 @@ def test_a_step_of_the_pipeline_that_is_left_ends_the_job() -> None:
     last = "    return make(options, adapter, model, **rest)\n"
     assert last in LOOP
     program = LOOP.replace(last, caught)
-    job = run_loop(
-        "raise RuntimeError('a bad sample')", {"pipeline": 2}, 2, 0, call=15, program=program
-    )
+    bad = "raise RuntimeError('a bad sample')"
+    job = run_loop(bad, {"pipeline": 2}, 2, 0, call=15, program=program)
     assert "caught" not in job.stdout, job
     assert job.returncode == 1, job
     assert "RuntimeError cut off a step of the pipeline" in job.stderr, job

@@ -100,21 +100,17 @@ def test_ranks_that_do_the_same_are_let_through(comm: MPI.Intracomm, stage: int)
     train(comm, stage=stage)
 
 
-def _dropped_otherwise(comm: MPI.Intracomm) -> None:
-    torch.manual_seed(comm.rank)
-    train(comm, dropout=0.5)
-
-
-WRONG: dict[str, tuple[str, Callable[[MPI.Intracomm], None]]] = {
-    "targets": ("same samples, targets", lambda comm: train(comm, targets=2 + comm.rank)),
-    "loss": ("same samples, targets", lambda comm: train(comm, factor=1.0 + comm.rank)),
-    "masks": ("same seed", _dropped_otherwise),
+WRONG: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    # what is said, and how a rank trains
+    "targets": ("same samples, targets", lambda rank: {"targets": 2 + rank}),
+    "loss": ("same samples, targets", lambda rank: {"factor": 1.0 + rank}),
+    "masks": ("same seed", lambda rank: {"dropout": 0.5}),
     "rule": (
         r"'scale.weight'.*Kept\.INSIDE",
-        lambda comm: train(comm, rule=Rule({**RULE.layers, "scale": STREAM})),
+        lambda rank: {"rule": Rule({**RULE.layers, "scale": STREAM})},
     ),
-    "learning rate": ("options of the optimizer", lambda comm: train(comm, rate=0.1 + comm.rank)),
-    "clipping": ("max_norm", lambda comm: train(comm, max_norm=0.1 + comm.rank)),
+    "learning rate": ("options of the optimizer", lambda rank: {"rate": 0.1 + rank}),
+    "clipping": ("max_norm", lambda rank: {"max_norm": 0.1 + rank}),
 }
 
 
@@ -123,8 +119,9 @@ WRONG: dict[str, tuple[str, Callable[[MPI.Intracomm], None]]] = {
 def test_what_tensor_ranks_do_otherwise_is_named_at_the_step(
     comm: MPI.Intracomm, what: str
 ) -> None:
-    pattern, call = WRONG[what]
-    raises_on_all(comm, StepError, pattern, lambda: call(comm))
+    pattern, wrong = WRONG[what]
+    torch.manual_seed(comm.rank)
+    raises_on_all(comm, StepError, pattern, train, comm, **wrong(comm.rank))
 
 
 AWAY: dict[str, tuple[int, dict[str, Any]]] = {  # stage, what more is on the host
@@ -148,14 +145,10 @@ def test_gradients_that_rest_on_a_memory_tier_are_compared_too(
     stage, more = AWAY[where]
     offload = on_host(**more)
     train(comm, stage=stage, offload=offload, steps=3)
-    wrong: dict[str, Any] = {"rule": Rule({**RULE.layers, "scale": STREAM})}
-    if what == "masks":
-        torch.manual_seed(comm.rank)
-        wrong = {"dropout": 0.5}
-    pattern = WRONG[what][0]
-    raises_on_all(
-        comm, StepError, pattern, lambda: train(comm, stage=stage, offload=offload, **wrong)
-    )
+    pattern, wrong = WRONG[what]
+    torch.manual_seed(comm.rank)
+    how: dict[str, Any] = {"stage": stage, "offload": offload, **wrong(comm.rank)}
+    raises_on_all(comm, StepError, pattern, train, comm, **how)
 
 
 @pytest.mark.ranks(2)
@@ -200,9 +193,7 @@ def test_arguments_by_name_and_within_others_are_inputs_too(comm: MPI.Intracomm)
         x = drawn(1, 2, 4, 6)
         model(x, extra={"mask": mask})
         mask[0, 1] = comm.rank == 0
-        raises_on_all(
-            comm, CommError, "inputs of the model", lambda: model(x, extra={"mask": mask})
-        )
+        raises_on_all(comm, CommError, "inputs of the model", model, x, extra={"mask": mask})
 
 
 @pytest.mark.ranks(4)
@@ -211,9 +202,8 @@ def test_one_rank_that_does_otherwise_is_told_to_those_that_share_no_layer_with_
     comm: MPI.Intracomm, odd: int
 ) -> None:
     factor = 1.0 + (comm.rank == odd)
-    raises_on_all(
-        comm, StepError, "same samples, targets", lambda: train(comm, factor=factor, tensor=2)
-    )
+    said = "same samples, targets"
+    raises_on_all(comm, StepError, said, train, comm, factor=factor, tensor=2)
 
 
 @pytest.mark.ranks(2)

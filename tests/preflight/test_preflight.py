@@ -6,10 +6,7 @@ import itertools
 import json
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +21,7 @@ from hpczero.preflight.verdict import (
     who_reads_again,
     who_reads_what,
 )
-from tests.helpers.mpirun import run_ranks
+from tests.helpers.mpirun import Finished, run_ranks
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
@@ -45,10 +42,7 @@ def nodes(**changes: Mapping[str, object]) -> list[NodeReport]:
     [
         ({"gpus": 3}, "3 GPU(s), expected 4"),
         ({"file_error": "No space left"}, "files: No space left"),
-        (
-            {"pairs": {"a": 7.0, "b": 7.9}},
-            "bandwidth to other nodes: 8 MB/s, the typical node has 10",
-        ),
+        ({"pairs": {"a": 7.0, "b": 7.9}}, "to other nodes: 8 MB/s, the typical node has 10"),
         ({"write_mbyte_s": 20.0}, "writing a file: 20 MB/s, the typical node has 100"),
         ({"read_mbyte_s": 20.0}, "reading another node's file: 20 MB/s"),
     ],
@@ -87,10 +81,14 @@ def test_rounds_of_many_nodes_are_limited() -> None:
     assert len(rounds(1000, most=32)) <= 32
 
 
+def preflight(ranks: int, folder: Path, words: str) -> Finished:
+    line = ["-m", "hpczero.preflight", "--directory", str(folder), *words.split()]
+    return run_ranks(ranks, line, timeout=60)
+
+
 def test_command_measures_emulated_nodes_and_leaves_no_file(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    words = f"--directory {tmp_path} --file_mib 2 --pair_mib 1 --gpus 0 --json {report}".split()
-    done = run_ranks(2, ["-m", "hpczero.preflight", *words], timeout=60)
+    done = preflight(2, tmp_path, f"--file_mib 2 --pair_mib 1 --gpus 0 --json {report}")
     assert done.returncode == 0, done
     assert re.search(r"all 1 node\(s\) are good\s*$", done.stdout), done
     (node,) = json.loads(report.read_text())["nodes"]
@@ -101,16 +99,14 @@ def test_command_measures_emulated_nodes_and_leaves_no_file(tmp_path: Path) -> N
 
 
 def test_missing_gpu_ends_the_command_with_1_and_the_option_for_sbatch(tmp_path: Path) -> None:
-    words = f"--directory {tmp_path} --file_mib 1 --gpus 9".split()
-    done = run_ranks(1, ["-m", "hpczero.preflight", *words], timeout=60)
+    done = preflight(1, tmp_path, "--file_mib 1 --gpus 9")
     assert done.returncode == 1, done
     assert re.fullmatch(r"--exclude=[\w-]+", done.stdout.splitlines()[-1])
 
 
 def test_folder_that_cannot_be_written_is_named_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    words = f"--directory {tmp_path}/file/runs --file_mib 1".split()
-    done = run_ranks(2, ["-m", "hpczero.preflight", *words], timeout=60)
+    done = preflight(2, tmp_path / "file" / "runs", "--file_mib 1")
     assert done.returncode == 78, done
     assert f"--directory: nothing can be written into {tmp_path}/file/runs" in done.stderr
     assert "Traceback" not in done.stderr
@@ -135,17 +131,6 @@ def test_rank_that_never_comes_to_mpi_does_not_keep_the_others(tmp_path: Path) -
 # --- files of several nodes
 
 
-@contextmanager
-def shared_folder(comm: MPI.Intracomm) -> Iterator[Path]:
-    folder = Path(comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None))
-    try:
-        yield folder
-    finally:
-        comm.Barrier()
-        if comm.rank == 0:
-            shutil.rmtree(folder)
-
-
 def errors_of_files(comm: MPI.Intracomm, folder: Path) -> list[str]:
     """What ``try_files`` finds wrong with each rank, taken for a node."""
     from hpczero.preflight.probes import try_files
@@ -156,20 +141,20 @@ def errors_of_files(comm: MPI.Intracomm, folder: Path) -> list[str]:
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2, 3)
-def test_nodes_that_write_and_read_rightly_have_no_fault(comm: MPI.Intracomm) -> None:
-    with shared_folder(comm) as folder:
-        errors = errors_of_files(comm, folder)
+def test_nodes_that_write_and_read_rightly_have_no_fault(comm: MPI.Intracomm, folder: Path) -> None:
+    errors = errors_of_files(comm, folder)
     parallel_assert(comm, errors == [""] * comm.size, str(errors))
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_node_that_cannot_write_is_bad_and_its_reader_is_not(comm: MPI.Intracomm) -> None:
-    with shared_folder(comm) as folder:
-        if comm.rank == 0:
-            (folder / "node-1").mkdir()
-        comm.Barrier()
-        errors = errors_of_files(comm, folder)
+def test_node_that_cannot_write_is_bad_and_its_reader_is_not(
+    comm: MPI.Intracomm, folder: Path
+) -> None:
+    if comm.rank == 0:
+        (folder / "node-1").mkdir()
+    comm.Barrier()
+    errors = errors_of_files(comm, folder)
     parallel_assert(comm, errors[1].startswith("cannot write: "), str(errors))
     parallel_assert(comm, not any(errors[:1] + errors[2:]), str(errors))
 
@@ -177,15 +162,14 @@ def test_node_that_cannot_write_is_bad_and_its_reader_is_not(comm: MPI.Intracomm
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_node_that_writes_other_bytes_is_bad_where_a_third_one_sees_it(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def garble(file: int) -> None:
         os.pwrite(file, b"garbled", 5000)
 
-    with shared_folder(comm) as folder:
-        if comm.rank == 1:
-            monkeypatch.setattr(os, "fsync", garble)
-        errors = errors_of_files(comm, folder)
+    if comm.rank == 1:
+        monkeypatch.setattr(os, "fsync", garble)
+    errors = errors_of_files(comm, folder)
     if comm.size == 2:  # nobody can tell
         parallel_assert(comm, all("one of the two is bad" in text for text in errors), str(errors))
     else:
@@ -196,12 +180,11 @@ def test_node_that_writes_other_bytes_is_bad_where_a_third_one_sees_it(
 @pytest.mark.mpi
 @pytest.mark.ranks(3)
 def test_node_that_reads_other_bytes_is_bad_and_the_writer_is_not(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with shared_folder(comm) as folder:
-        if comm.rank == 0:
-            monkeypatch.setattr(Path, "read_bytes", lambda path: b"garbled")
-        errors = errors_of_files(comm, folder)
+    if comm.rank == 0:
+        monkeypatch.setattr(Path, "read_bytes", lambda path: b"garbled")
+    errors = errors_of_files(comm, folder)
     expected = ["what n1 wrote has other bytes here, and is right on n2", "", ""]
     parallel_assert(comm, errors == expected, str(errors))
 
@@ -219,10 +202,8 @@ def test_every_node_that_wrote_is_read_once_by_another_one() -> None:
 def test_second_reader_has_read_rightly_and_is_neither_of_the_two() -> None:
     good, wrong = NodeReading(1, 2), NodeReading(0, 1, "has other bytes")
     assert who_reads_again([wrong, good, NodeReading(2, 0)]) == [NodeReading(2, 1)]
-    assert who_reads_again([wrong, good, NodeReading(2, 0, "cannot be read")]) == [
-        NodeReading(1, 0)
-    ]
+    unread = NodeReading(2, 0, "cannot be read")
+    assert who_reads_again([wrong, good, unread]) == [NodeReading(1, 0)]
     assert who_reads_again([good]) == []
-    assert blame([NodeReading(0, 0, "has other bytes")], [], ["a"]) == {
-        0: "what it wrote has other bytes"
-    }
+    alone = blame([NodeReading(0, 0, "has other bytes")], [], ["a"])
+    assert alone == {0: "what it wrote has other bytes"}

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from tests.cluster import emulated
 from tests.cluster.emulated import EmulatedCluster
@@ -77,12 +77,7 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -118,25 +113,15 @@ class SlurmCluster:
         self._on(0, kill)
 
     def _start(self, host: int, line: str) -> None:
+        command = self._hosts.on_host(host, f"PATH=$PATH:/usr/sbin; {line}", self.folder)
         with (self.folder / "daemons.log").open("ab") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    self._hosts.on_host(host, f"PATH=$PATH:/usr/sbin; {line}", self.folder),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=self._environment(),
-                    start_new_session=True,
-                )
-            )
+            said: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            own: dict[str, Any] = {"env": self._environment(), "start_new_session": True}
+            self._daemons.append(subprocess.Popen(command, **said, **own))
 
     def _configure(self) -> None:
-        for part in (
-            "disk",
-            "state",
-            "dev",
-            *(f"{kind}-{n}" for kind in ("spool", "tmp") for n in self.nodes),
-        ):
+        of_nodes = [f"{kind}-{node}" for kind in ("spool", "tmp") for node in self.nodes]
+        for part in ("disk", "state", "dev", *of_nodes):
             (self.folder / part).mkdir()
         key = self.folder / "munge.key"
         key.touch(0o600)

@@ -89,6 +89,15 @@ class Job:
         except AssertionError as error:
             raise AssertionError(f"{error}\n--- job\n{self.log}") from None
 
+    def ends_with(self, code: int) -> None:
+        """Return when it is over; fail with the log if its exit code is another one."""
+        self.wait_for_state("COMPLETED", "FAILED")
+        assert self.field("ExitCode") == f"{code}:0", self.log
+
+    def wait_for_the_end(self) -> None:
+        """Return when SLURM has no job any more."""
+        self.wait(lambda: not self.cluster.run(["squeue", "-h"]).stdout, "the end")
+
     def scancel(self, *options: str) -> None:
         """``scancel`` it."""
         self.cluster.run(["scancel", *options, self.number])
@@ -110,13 +119,20 @@ class Submitter:
         env = {**SIZES, **variables}
         return self.cluster.run([path, *arguments], env=env, cwd=self.folder, check=False)
 
+    def job(self, name: str, *arguments: str, **variables: str) -> Job:
+        """Submit a script's job."""
+        variables.setdefault("SBATCH_OPTIONS", "--parsable --mem=0")
+        return self.submitted(self.script(name, *arguments, **variables))
+
+    def submitted(self, done: Finished) -> Job:
+        """The job of which ``sbatch --parsable`` has told."""
+        assert done.returncode == 0, done
+        return Job(self.cluster, done.stdout.split()[-1], self.folder)
+
     def train(self, name: str = "train.sh", *, variables: Any = (), **options: object) -> Job:
         """Submit a training script; a double underscore stands for the dot of an option."""
         given = {**OPTIONS, **{key.replace("__", "."): str(v) for key, v in options.items()}}
         env = dict(variables)
-        env["SBATCH_OPTIONS"] = (
-            f"--parsable --exclusive=user --mem=0 {env.get('SBATCH_OPTIONS', '')}"
-        )
-        submitted = self.script(name, *words_of(given), **env)
-        assert submitted.returncode == 0, submitted
-        return Job(self.cluster, submitted.stdout.split()[-1], self.folder)
+        more = env.get("SBATCH_OPTIONS", "")
+        env["SBATCH_OPTIONS"] = f"--parsable --exclusive=user --mem=0 {more}"
+        return self.job(name, *words_of(given), **env)

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
 
-from tests.helpers.mpirun import ROOT
+from tests.helpers.mpirun import ROOT, Finished, run_command
 
 SIZES = ("NODES", "RANKS_PER_NODE", "GPUS_PER_NODE", "CPUS_PER_RANK")
 
 
-def dry_run(
-    *arguments: str, script: str = "train_60b.sh", **variables: str
-) -> subprocess.CompletedProcess[str]:
+def dry_run(*arguments: str, script: str = "train_60b.sh", **variables: str) -> Finished:
     cleared = dict.fromkeys(SIZES, "")
     given = {**cleared, "DRY_RUN": "1", "PYTHON": sys.executable, **variables}
-    return subprocess.run(
-        ["bash", ROOT / "slurm" / script, *arguments],
-        env={**os.environ, **given},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_command(["bash", ROOT / "slurm" / script, *arguments], 60, given)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +60,5 @@ def test_options_of_the_run_are_checked_before_the_queue(script: str) -> None:
 def test_layout_that_does_not_fit_is_refused() -> None:
     refused = dry_run(MODEL_PARALLEL="16", MEMORY="10GB")
     assert refused.returncode == 78
-    assert (
-        "--stage 2 in this layout needs 19.5 GB per rank, and 10.0 GB are there" in refused.stderr
-    )
+    said = "--stage 2 in this layout needs 19.5 GB per rank, and 10.0 GB are there"
+    assert said in refused.stderr

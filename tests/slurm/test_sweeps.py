@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpirun import ROOT
+from tests.helpers.mpirun import run_command
 from tests.slurm.jobs import Submitter
 
 pytestmark = pytest.mark.machine
@@ -38,26 +37,13 @@ def test_a_sweep_is_submitted_collected_and_reported(
         if " job " in f" {line} " and ":" in line
     ]
     assert len(numbers) == 3, done
-    submit.cluster.wait(
-        lambda: (
-            submit.cluster.field(numbers[-1], "JobState") in ("COMPLETED", "FAILED", "CANCELLED")
-        ),
-        "the collecting job ends",
-        limit_s=150.0,
-    )
+    ends = ("COMPLETED", "FAILED", "CANCELLED")
+    submit.cluster.wait_for_state(numbers[-1], *ends, limit_s=150.0)
     logs = "\n".join(path.read_text() for path in sorted((study / "logs").glob("*")))
     (rows,) = study.glob("*.jsonl") or pytest.fail(logs)
     points = [json.loads(line) for line in rows.read_text().splitlines()]
     ranks = [row["point"]["ranks"] for row in points if row["kind"] == "point"]
     assert sorted(ranks) == [1, 2], logs
-    report = subprocess.run(
-        [sys.executable, "-m", "scaling.report", os.fspath(rows)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    report = run_command([sys.executable, "-m", "scaling.report", rows], timeout=60)
     assert report.returncode == 0, report
-    assert "emulated" in report.stdout.lower() or "not scaling" in report.stdout.lower(), (
-        report.stdout
-    )
+    assert "emulated" in report.stdout.lower() or "not scaling" in report.stdout.lower(), report

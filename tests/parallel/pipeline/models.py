@@ -93,9 +93,8 @@ class Staged:
         """Collective. ``options`` are those of ``zeroify``; ``change`` is called between it and the cut."""
         mesh = Mesh.of(comm.size, pipeline=pipeline, tensor=tensor, replicate=replicate)
         self.topology = Topology.create(comm, nodes, mesh=mesh)
-        self.model = cut(
-            model, self.topology, gpt_stages(model), interleave=interleave, balance=balance
-        )
+        how: dict[str, Any] = {"interleave": interleave, "balance": balance}
+        self.model = cut(model, self.topology, gpt_stages(model), **how)
         if tensor > 1:
             split(self.model, self.topology, gpt_rule(model.config), sequence=sequence)
         change(self.model)
@@ -154,10 +153,7 @@ def check_bits(
 
 
 def check_near(
-    comm: MPI.Intracomm,
-    found: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    within: float,
+    comm: MPI.Intracomm, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], within: float
 ) -> None:
     """Something was found, and no element differs by more."""
     far = {name: float((value - expected[name]).abs().max()) for name, value in found.items()}

@@ -20,57 +20,55 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def llama(**options: Any) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **options,
-    )
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": (
+        "LlamaForCausalLM",
+        {
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "GPT2": (
+        "GPT2LMHeadModel",
+        {
+            "n_positions": 16,
+            "n_embd": 24,
+            "n_layer": 3,
+            "n_head": 4,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        },
+    ),
+}
 
 
-def gpt2(**options: Any) -> nn.Module:
+def build(kind: str, **options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
-    config = transformers.GPT2Config(
-        vocab_size=61,
-        n_positions=16,
-        n_embd=24,
-        n_layer=3,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        **options,
-    )
-    model: nn.Module = transformers.GPT2LMHeadModel(config)
-    return model
+    name, sizes = KINDS[kind]
+    config = getattr(transformers, f"{kind}Config")(vocab_size=61, **sizes, **options)
+    return getattr(transformers, name)(config)
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_of_a_hugging_face_model_equal_it(
-    comm: MPI.Intracomm, make: Any, attention: str, tied: bool
+    comm: MPI.Intracomm, kind: str, attention: str, tied: bool
 ) -> None:
     options = {"attn_implementation": attention, "tie_word_embeddings": tied}
-    plain = make(**options)
+    plain = build(kind, **options)
     generator = torch.Generator().manual_seed(4)
     tokens = list(torch.randint(61, (2, 2, 9), generator=generator))
     expected = sum(plain(input_ids=each, labels=each).loss / 2 for each in tokens)
     expected.backward()
     gradients = {n: p.grad for n, p in plain.named_parameters(remove_duplicate=False)}
     topology = Topology.create(comm, mesh=Mesh(pipeline=comm.size))
-    model = make(**options)
+    model = build(kind, **options)
     cut(model, topology, hugging_face_stages(model))
     optimizer = adamw(model)
     hpczero.zeroify(model, optimizer, stage=3, topology=topology)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.mpi
 FP16 = Precision(param="fp16", loss_scale=LossScale(initial=8.0))  # no gradient overflows
-ACTIVATIONS = 3 * 2 * 9 * 18 * 4  # bytes of three micro-batches
 
 
 def mean_loss(inputs: list[Tensor], targets: list[Tensor]) -> float:
@@ -165,21 +165,6 @@ def test_what_was_sent_is_not_kept_for_the_backward(comm: MPI.Intracomm, staged:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("tied", "messages", "nbytes"),
-    [(False, 3, ACTIVATIONS), (True, 5, ACTIVATIONS + 40 + -(-61 * 18 // 64) * 64 * 4)],
-)
-def test_accounts_are_those_of_the_messages(
-    comm: MPI.Intracomm, staged: Make, tied: bool, messages: int, nbytes: int
-) -> None:
-    """By hand: activations forward, gradients back, and of the tied weight 5 words and a gradient."""
-    stages = staged(gpt(tie_embeddings=tied), micro_batches=3, stage=1)
-    stages.pipeline.step(*batch(0, 3))
-    stats = stages.pipeline.messages.stats
-    parallel_assert(comm, (stats.messages, stats.sent_nbytes) == (messages, nbytes), f"{stats}")
-
-
-@pytest.mark.ranks(2)
 def test_micro_batches_of_another_step_may_have_another_shape(
     comm: MPI.Intracomm, staged: Make
 ) -> None:
@@ -193,11 +178,7 @@ def test_micro_batches_of_another_step_may_have_another_shape(
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), (FP16, 2e-3)])
 def test_a_block_may_change_what_it_is_given_in_place(
-    comm: MPI.Intracomm,
-    staged: Make,
-    schedule: str,
-    precision: str | Precision,
-    tolerance: float,
+    comm: MPI.Intracomm, staged: Make, schedule: str, precision: str | Precision, tolerance: float
 ) -> None:
     """As in one process, where it is the output of the block before: ``x += ...``, ``nn.ReLU(inplace=True)``."""
 
@@ -379,15 +360,10 @@ def cut_gpt(topology: Topology) -> nn.Module:
 
 @pytest.mark.ranks(2)
 def test_models_that_are_no_stages_are_refused(comm: MPI.Intracomm) -> None:
-    model = gpt()
-    with pytest.raises(PlanError, match="GPT was not cut into stages"):
-        Pipeline(model, micro_batches=2)
-    alone = Topology.alone()
-    with (
-        zeroified(model, adamw(model), topology=alone),
-        pytest.raises(PlanError, match="GPT was not cut into stages"),
-    ):
-        Pipeline(model, micro_batches=2)
+    model, alone = gpt(), Topology.alone()
+    for context in (nullcontext(), zeroified(model, adamw(model), topology=alone)):
+        with context, pytest.raises(PlanError, match="GPT was not cut into stages"):
+            Pipeline(model, micro_batches=2)
     alone.free()
 
 
