@@ -7,8 +7,8 @@ layouts. Must not know: what any test looks for.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,24 +199,20 @@ class Program:
         hpczero.release(self.model)
 
 
-@contextmanager
 def first_ranks(
     comm: MPI.Intracomm, degrees: Mapping[str, int]
-) -> Iterator[hpczero.Topology | None]:
+) -> AbstractContextManager[hpczero.Topology | None]:
     """A topology of as many ranks as ``degrees`` need; None on the others, which wait at the end. Collective."""
     mesh = Mesh(**degrees)
-    with programs.first_ranks(comm, mesh.size, mesh) as topology:
-        yield topology
+    return programs.first_ranks(comm, mesh.size, mesh)
 
 
-@contextmanager
-def program_of(comm: MPI.Intracomm, degrees: Mapping[str, int], **options: Any) -> Iterator[Any]:
+def program_of(
+    comm: MPI.Intracomm, degrees: Mapping[str, int], **options: Any
+) -> AbstractContextManager[Any]:
     """A ``Program`` on as many ranks as ``degrees`` need; None on the others, which wait at the end. Collective."""
-    with first_ranks(comm, degrees) as topology:
-        program = None if topology is None else Program(topology, **options)
-        yield program
-        if program is not None:
-            program.close()
+    mesh = Mesh(**degrees)
+    return programs.program_of(comm, mesh.size, Program, mesh, **options)
 
 
 def trained_by_torch(steps: int) -> dict[str, dict[str, Tensor]]:

@@ -159,10 +159,14 @@ def held_save() -> tuple[threading.Event, Callable[[str], None]]:
 
 @contextmanager
 def program_of(
-    comm: MPI.Intracomm, n: int, kind: type[Program] = Program, **options: Any
+    comm: MPI.Intracomm,
+    n: int,
+    kind: type[Any] = Program,
+    mesh: Mesh | None = None,
+    **options: Any,
 ) -> Iterator[Any]:
     """A program on the first ``n`` ranks; None on the others, which wait at the end. Collective over ``comm``."""
-    with first_ranks(comm, n) as topology:
+    with first_ranks(comm, n, mesh) as topology:
         program = None if topology is None else kind(topology, **options)
         yield program
         if program is not None:

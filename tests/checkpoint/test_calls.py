@@ -16,7 +16,7 @@ from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointError, ConfigError, StepError
 from tests.checkpoint.damage import values_of
 from tests.checkpoint.programs import held_save
-from tests.helpers.small_models import MLP, adamw, mlp_backward
+from tests.helpers.small_models import MLP, adamw, mlp_steps, same
 from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
@@ -29,18 +29,16 @@ def test_load_inside_gathered_is_refused(
     world: World, stage: Any, transport: str, modifier_rank: int | None
 ) -> None:
     """The values at the end of the block would take the place of the loaded ones."""
-    model = MLP()
-    with world.zeroified(model, adamw(model), stage=stage, transport=transport) as s:
+    with world.mlp(adamw, stage=stage, transport=transport) as (model, optimizer):
+        sharding = hpczero.sharding(model)
         checkpoints = Checkpoints(world.folder, model)
         checkpoints.save(1)
-        mlp_backward(model, world.rank)
-        s.optimizer.step()  # type: ignore[union-attr]
-        before = values_of(s)
+        mlp_steps(model, optimizer, world.rank)
+        before = values_of(sharding)
         with hpczero.gathered(model, modifier_rank=modifier_rank):
             for load in (checkpoints.load, lambda: hpczero.checkpoint.load(world.folder, model)):
                 world.raises(StepError, "inside `with hpczero.gathered", load)
-        after = values_of(s)
-        world.check(all(map(torch.equal, before, after)))
+        world.check(same(before, values_of(sharding)))
         world.check(hpczero.checkpoint.load(world.folder, model).step == 1)
         checkpoints.close()
 
@@ -98,21 +96,15 @@ def test_directory_that_cannot_be_is_named(world: World, model: MLP) -> None:
             call()
 
 
-class Named(nn.Module):
-    """A parameter and a buffer of any name."""
-
-    def __init__(self, parameter: str, buffer: str) -> None:
-        super().__init__()
-        self.register_parameter(parameter, nn.Parameter(torch.zeros(3)))
-        self.register_buffer(buffer, torch.zeros(3))
-
-
 @pytest.mark.parametrize(("parameter", "buffer"), [("a\ud800", "b"), ("a", "b\udfff")])
 def test_name_of_half_a_character_is_refused(world: World, parameter: str, buffer: str) -> None:
-    with world.zeroified(Named(parameter, buffer), None) as sharding:
-        pattern = r"the (parameter 'a\\ud800'|buffer 'b\\udfff').* half a character"
-        save = partial(hpczero.checkpoint.save, world.folder, sharding.model, step=1)
-        world.raises(CheckpointError, pattern, save)
+    model = nn.Module()
+    model.register_parameter(parameter, nn.Parameter(torch.zeros(3)))
+    model.register_buffer(buffer, torch.zeros(3))
+    with world.zeroified(model, None):
+        said = r"the (parameter 'a\\ud800'|buffer 'b\\udfff').* half a character"
+        save = hpczero.checkpoint.save
+        world.raises(CheckpointError, said, save, world.folder, model, step=1)
         world.check(not list(world.folder.glob("step-*")))
 
 

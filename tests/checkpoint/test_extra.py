@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from pathlib import Path
@@ -50,8 +49,7 @@ def test_scheduler_with_milestones_goes_on_after_a_load(world: World, kind: str)
         with world.mlp(sgd) as (model, optimizer):
             scheduler = SCHEDULERS[kind](optimizer)
             if load:
-                extra = hpczero.checkpoint.load(world.folder, model).extra
-                scheduler.load_state_dict(extra)
+                scheduler.load_state_dict(hpczero.checkpoint.load(world.folder, model).extra)
             else:
                 rates(scheduler, optimizer, 2)
                 hpczero.checkpoint.save(world.folder, model, step=2, extra=scheduler.state_dict())
@@ -89,9 +87,8 @@ def test_whatever_is_given_comes_back(world: World, model: MLP, given: str) -> N
 
 
 def test_numpy_scalars_come_back_as_numbers(world: World, model: MLP) -> None:
-    extra = {"best": np.float32(0.5), "epoch": np.int64(3), "done": np.bool_(True)}
-    found = kept(world.folder, model, extra)
-    world.check(repr(found) == repr({"best": 0.5, "epoch": 3, "done": True}), repr(found))
+    found = kept(world.folder, model, {"a": [np.float32(0.5), np.int64(3), np.bool_(True)]})
+    world.check(repr(found) == "{'a': [0.5, 3, True]}", found)
 
 
 def test_extra_of_text_keys_is_stored_as_it_is(world: World, model: MLP) -> None:
@@ -231,12 +228,10 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> l
 def test_training_goes_on_with_the_state_that_modules_had(world: World, stage: int) -> None:
     plain = build()
     expected = steps(plain, adamw(plain), range(5))
-    model = build()
-    with world.zeroified(model, optimizer := adamw(model), stage=stage):
+    with world.zeroified(model := build(), optimizer := adamw(model), stage=stage):
         steps(model, optimizer, range(3))
         hpczero.checkpoint.save(world.folder, model, step=3)
-    model = build()
-    with world.zeroified(model, optimizer := adamw(model), stage=stage):
+    with world.zeroified(model := build(), optimizer := adamw(model), stage=stage):
         hpczero.checkpoint.load(world.folder, model)
         found = steps(model, optimizer, range(3, 5))
     world.check(found == pytest.approx(expected[3:], rel=1e-5), f"{found} {expected}")
@@ -245,8 +240,7 @@ def test_training_goes_on_with_the_state_that_modules_had(world: World, stage: i
 def test_state_that_differs_between_ranks_comes_back_to_each(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = build()
-    with world.zeroified(model, None):
+    with world.zeroified(model := build(), None):
         model[0].kept = world.rank + 5
         path = hpczero.checkpoint.save(world.folder, model, step=1)
         model[0].kept = 0
@@ -254,10 +248,7 @@ def test_state_that_differs_between_ranks_comes_back_to_each(
         world.check(model[0].kept == world.rank + 5, repr(model[0].kept))
     world.check(read_manifest(path).meta["extra_states"] == {"0": [5, 6]})
     alone = hpczero.Topology.alone()
-    with (
-        zeroified(model := build(), None, topology=alone),
-        caplog.at_level(logging.WARNING, "hpczero.checkpoint"),
-    ):
+    with zeroified(model := build(), None, topology=alone):
         hpczero.checkpoint.load(world.folder, model)
         world.check(model[0].kept == 5, "rank 0 of one takes that of rank 0 of two")
         export(path, tmp_path / "weights")
@@ -267,21 +258,17 @@ def test_state_that_differs_between_ranks_comes_back_to_each(
 
 
 def test_state_that_no_file_can_hold_is_refused_by_its_module(world: World) -> None:
-    model = build()
-    with world.zeroified(model, None):
+    with world.zeroified(model := build(), None):
         model[0].kept = {"seen": {1, 2}}
         said = r"module '0' \(Scaled\) cannot be kept: state\['seen'\] is a set"
         world.raises(CheckpointError, said, hpczero.checkpoint.save, world.folder, model, step=1)
 
 
-def test_state_of_a_module_that_is_not_there_is_refused(world: World) -> None:
-    with world.zeroified(model := MLP((7, 3)), None):
-        path = hpczero.checkpoint.save(world.folder, model, step=1)
-        world.on_root(
-            resigned, path, lambda body: body["meta"].update(extra_states={"layers.1": [4]})
-        )
-        said = "extra state of the module 'layers.1'"
-        world.raises(CheckpointMismatch, said, hpczero.checkpoint.load, path, model)
+def test_state_of_a_module_that_is_not_there_is_refused(world: World, model: MLP) -> None:
+    path = hpczero.checkpoint.save(world.folder, model, step=1)
+    world.on_root(resigned, path, lambda body: body["meta"].update(extra_states={"last": [4]}))
+    said = "extra state of the module 'last'"
+    world.raises(CheckpointMismatch, said, hpczero.checkpoint.load, path, model)
 
 
 def test_file_without_extra_states_loads_and_says_so(
@@ -291,7 +278,5 @@ def test_file_without_extra_states_loads_and_says_so(
     with world.zeroified(model := build(), None):
         path = hpczero.checkpoint.save(world.folder, model, step=1)
         world.on_root(resigned, path, lambda body: body["meta"].pop("extra_states"))
-        with caplog.at_level(logging.WARNING, "hpczero.checkpoint"):
-            hpczero.checkpoint.load(path, model)
-    said = "holds no extra state of ['0']" in caplog.text
-    world.check(said == (world.rank == 0), caplog.text)
+        hpczero.checkpoint.load(path, model)
+    world.check_told(caplog, "holds no extra state of ['0']")

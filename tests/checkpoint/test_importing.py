@@ -21,11 +21,12 @@ from hpczero.checkpoint.foreign.converting import convert
 from hpczero.errors import CheckpointMismatch, ConfigError, StepError, TierError
 from tests.checkpoint.foreign import once, other_state, theirs, write
 from tests.checkpoint.programs import Program, program_of
-from tests.checkpoint.test_offloaded import SIZES, WINDOW, failing_on, on_disk
+from tests.checkpoint.test_offloaded import SIZES, WINDOW, failing, on_disk
 from tests.helpers.small_models import (
     MLP,
     adamw,
     mlp_backward,
+    mlp_steps,
     tiny_gpt,
     tiny_tokens,
     zeroified,
@@ -145,7 +146,7 @@ def test_weights_that_are_not_the_models_are_refused_and_the_model_stays(
 ) -> None:
     change, precision, said = OTHERS[difference]
     world.on_root(torch.save, change(other_state()), world.folder / "w.pt")
-    options = on_disk(world.folder) if away else {}
+    options = on_disk(world) if away else {}
     with program_of(world.comm, world.size, precision=precision, **options) as program:
         before = hpczero.full_state_dict(program.model)
         file = world.folder / "w.pt"
@@ -268,24 +269,17 @@ def test_weights_come_in_with_the_bits_of_memory_and_the_optimizer_stays(
 
 
 @pytest.mark.usefixtures("cramped")
-def test_a_tier_that_fails_meanwhile_is_one_error_and_another_import_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_that_fails_meanwhile_is_one_error_and_another_import_goes_on(world: World) -> None:
     origin = once(dict(MLP(SIZES, seed=8).state_dict()))
     path = world.folder / "model.safetensors"
     world.on_root(save_file, origin, path)
     model = MLP(SIZES)
-    with world.zeroified(model, adamw(model), **on_disk(world.folder)) as state:
-        store = state.away.store
-        assert store is not None
-        for count in (0, 3):
-            with monkeypatch.context() as patch:
-                if world.rank == world.size - 1:
-                    failing_on(patch, store.tier, "_write", count, TierError("EIO"))
+    with world.zeroified(model, optimizer := adamw(model), **on_disk(world)):
+        for after in (0, 3):
+            with failing(world, model, "_write", after, "EIO"):
                 world.raises(TierError, "EIO", import_weights, path, model)
             with pytest.raises(StepError, match="load a checkpoint"):
                 mlp_backward(model, world.rank)
         import_weights(path, model)
         world.check_state(hpczero.full_state_dict(model), origin)
-        mlp_backward(model, world.rank)
-        next(iter(state.optimizers)).step()
+        mlp_steps(model, optimizer, world.rank)

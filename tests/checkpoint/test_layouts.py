@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +29,6 @@ from tests.checkpoint.layouts import (
 from tests.checkpoint.programs import two_groups
 from tests.helpers.small_models import same_state
 from tests.helpers.world import World
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 pytestmark = [pytest.mark.mpi]
 
@@ -95,13 +92,13 @@ def differences(program: Program, expected: dict[str, dict[str, Tensor]]) -> lis
 
 
 @pytest.fixture
-def origin(comm: MPI.Intracomm, folder: Path) -> Path:
+def origin(world: World) -> Path:
     """A checkpoint that one process has written."""
-    with program_of(comm, {}) as program:
+    with program_of(world.comm, {}) as program:
         if program is not None:
             program.train(STEPS)
-            save(program, folder / "origin")
-    return folder / "origin" / f"step-{STEPS:09d}"
+            save(program, world.folder / "origin")
+    return world.folder / "origin" / f"step-{STEPS:09d}"
 
 
 STAGE = itertools.cycle((3, 0, 2, 1))
@@ -147,7 +144,7 @@ def test_every_layout_goes_on_from_every_other(world: World, origin: Path) -> No
     expected = trained_by_torch(STEPS)
     wrong: list[str] = []
     for layout, degrees in LAYOUTS.items():
-        go_on(world.comm, degrees, STAGES[layout], origin, world.folder / layout, expected, wrong)
+        go_on(world, degrees, STAGES[layout], origin, world.folder / layout, expected, wrong)
         if contents(world.folder / layout / origin.name) != contents(origin):
             wrong.append(f"the file of {layout}")
     for layout, degrees in LAYOUTS.items():
@@ -161,7 +158,7 @@ def test_every_layout_goes_on_from_every_other(world: World, origin: Path) -> No
 
 
 def go_on(
-    comm: MPI.Intracomm,
+    world: World,
     degrees: dict[str, int],
     stage: int,
     source: Path,
@@ -172,7 +169,7 @@ def go_on(
 ) -> None:
     """Load ``source``, compare, and save it as ``target``."""
     options = {"stage": stage, "initialize": lambda name, t: t.fill_(5.0), **options}
-    with program_of(comm, degrees, **options) as program:
+    with program_of(world.comm, degrees, **options) as program:
         if program is not None:
             program.train(1)  # so that there is something to replace
             program.step = hpczero.checkpoint.load(source, program.model, program.optimizer).step
@@ -202,10 +199,10 @@ def test_parts_on_a_tier_are_saved_and_loaded_as_those_in_memory(
     target = world.folder / "target"
     for fraction in (1.0, 0.4):
         away = Offload(medium, medium, medium, scratch, WINDOW, 4, fraction=fraction)
-        go_on(world.comm, LAYOUTS[layout], 3, origin, target, expected, wrong, offload=away)
+        go_on(world, LAYOUTS[layout], 3, origin, target, expected, wrong, offload=away)
         if contents(target / origin.name) != contents(origin):
             wrong.append(f"the file, with {fraction} away")
-    go_on(world.comm, LAYOUTS[layout], 1, origin, world.folder / "memory", expected, wrong)
+    go_on(world, LAYOUTS[layout], 1, origin, world.folder / "memory", expected, wrong)
     later = f"step-{STEPS + 1:09d}"
     if contents(target / later) != contents(world.folder / "memory" / later):
         wrong.append("the file of a step more")
@@ -308,10 +305,8 @@ def test_a_gpt_is_saved_and_loaded_as_whole_by_every_layout(world: World, tied: 
             hpczero.checkpoint.save(world.folder / "second", model, step=2)
             weights = hpczero.full_state_dict(model)
             hpczero.release(model)
-    first, second = (
-        world.folder / "first" / "step-000000000",
-        world.folder / "second" / "step-000000002",
-    )
+    first, second = (world.folder / name for name in ("first", "second"))
+    first, second = first / "step-000000000", second / "step-000000002"
     for degrees, interleave in CUTS:
         with first_ranks(world.comm, degrees) as topology:
             if topology is None:

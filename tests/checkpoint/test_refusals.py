@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from hpczero.errors import (
 )
 from tests.checkpoint.damage import fingerprint, later_version, values_of
 from tests.checkpoint.programs import Program
-from tests.helpers.small_models import MLP, adamw, sgd
+from tests.helpers.small_models import MLP, adamw, same, sgd
 from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
@@ -58,25 +59,18 @@ class Small(nn.Module):
             self.register_buffer(name, torch.zeros(2, dtype=dtype))
 
 
-def sharded(
-    topology: hpczero.Topology,
-    kind: Callable[..., torch.optim.Optimizer],
-    groups: int,
-    **options: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+@contextmanager
+def small(
+    world: World, kind: Callable[..., Any] = torch.optim.AdamW, groups: int = 1, **options: Any
+) -> Iterator[tuple[nn.Module, Any]]:
+    """A ``Small`` with an optimizer of so many groups, sharded inside."""
     model = Small(**options)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = kind([{"params": trained[i::groups]} for i in range(groups)], lr=0.1)
-    hpczero.zeroify(model, optimizer, topology=topology)
-    return model, optimizer
+    with world.zeroified(model, optimizer):
+        yield model, optimizer
 
 
-def values(model: nn.Module) -> list[torch.Tensor]:
-    """Of this rank, copied."""
-    return values_of(hpczero.sharding(model))
-
-
-AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 TIE, THERE = "second.weight is tied to first.weight", "in the checkpoint"
 FIRST = "first.weight, first.bias"
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -88,7 +82,11 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "frozen there": ({"frozen": True}, {}, rf"frozen {THERE} and trained here: {FIRST}"),
     "tied here only": ({}, {"tied": True}, rf"{TIE} here and not {THERE}"),
     "tied there only": ({"tied": True}, {}, rf"{TIE} {THERE} and not here"),
-    "optimizer": ({}, {"kind": SGD}, r"holds the state of AdamW, and the optimizer is SGD"),
+    "optimizer": (
+        {},
+        {"kind": torch.optim.SGD},
+        r"holds the state of AdamW, and the optimizer is SGD",
+    ),
     "groups": ({}, {"groups": 2}, r"has 1 groups of parameters, and the optimizer 2"),
     "no buffer": ({"buffers": ()}, {}, r"the checkpoint has no buffer seen"),
     "a buffer more": (
@@ -107,33 +105,26 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("difference", OTHERS)
 def test_another_model_is_refused_with_a_list_of_differences(world: World, difference: str) -> None:
     theirs, ours, pattern = OTHERS[difference]
-    ours = dict(ours)
-    kind, groups = ours.pop("kind", AdamW), ours.pop("groups", 1)
-    model, _ = sharded(world.topology, AdamW, 1, **theirs)
-    hpczero.checkpoint.save(world.folder, model, step=1)
-    hpczero.checkpoint.save(world.folder, model, step=2)
-    hpczero.release(model)
-    model, optimizer = sharded(world.topology, kind, groups, **ours)
-    before = values(model)
-    load = partial(hpczero.checkpoint.load, world.folder, model, optimizer)
-    said = world.raises(CheckpointMismatch, pattern, load)
-    world.check("step-000000002" in said, said)  # and did not fall back to step 1
-    world.check(all(map(torch.equal, before, values(model))))
-    world.check(not optimizer.state)
+    with small(world, **theirs) as (model, _):
+        for step in (1, 2):
+            hpczero.checkpoint.save(world.folder, model, step=step)
+    with small(world, **ours) as (model, optimizer):
+        before = values_of(hpczero.sharding(model))
+        load = partial(hpczero.checkpoint.load, world.folder, model, optimizer)
+        said = world.raises(CheckpointMismatch, pattern, load)
+        world.check("step-000000002" in said, said)  # and did not fall back to step 1
+        world.check(same(before, values_of(hpczero.sharding(model))))
+        world.check(not optimizer.state)
     world.check(CheckpointMismatch.exit_code == EXIT_MISCONFIGURED)
-    hpczero.release(model)
 
 
 def test_what_was_trained_may_be_frozen_now(world: World) -> None:
-    model, _ = sharded(world.topology, AdamW, 1)
-    hpczero.checkpoint.save(world.folder, model, step=1)
-    expected = hpczero.full_state_dict(model)
-    hpczero.release(model)
-    model, _ = sharded(world.topology, AdamW, 1, frozen=True)
-    hpczero.checkpoint.load(world.folder, model)
-    found = hpczero.full_state_dict(model)
-    hpczero.release(model)
-    world.check_state(found, expected)
+    with small(world) as (model, _):
+        hpczero.checkpoint.save(world.folder, model, step=1)
+        expected = hpczero.full_state_dict(model)
+    with small(world, frozen=True) as (model, _):
+        hpczero.checkpoint.load(world.folder, model)
+        world.check_state(hpczero.full_state_dict(model), expected)
 
 
 def test_later_version_asks_for_an_upgrade_and_nothing_older_is_taken(
@@ -161,14 +152,15 @@ class Keeps(torch.optim.Optimizer):
     hpczero_elementwise = True
     odd: Any = None
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["odd"] = type(self).odd(p)
+
+
+def keeps(model: nn.Module) -> Keeps:
+    return Keeps(model.parameters(), {"lr": 0.1})
 
 
 ODD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
@@ -182,15 +174,12 @@ ODD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 @pytest.mark.parametrize("odd", ODD)
 def test_state_that_cannot_be_kept_is_refused(world: World, odd: str) -> None:
     Keeps.odd, got = staticmethod(ODD[odd][0]), ODD[odd][1]
-    model = Small()
-    optimizer = Keeps(model.parameters())
-    hpczero.zeroify(model, optimizer, topology=world.topology)
-    optimizer.step()
-    pattern = rf"optimizer state 'odd' is .*{got}.*cannot be kept"
-    world.raises(CheckpointError, pattern, hpczero.checkpoint.save, world.folder, model, step=1)
-    world.comm.Barrier()
+    with world.mlp(keeps) as (model, optimizer):
+        optimizer.step()
+        pattern = rf"optimizer state 'odd' is .*{got}.*cannot be kept"
+        save = partial(hpczero.checkpoint.save, world.folder, model)
+        world.raises(CheckpointError, pattern, save, step=1)
     world.check(list(world.folder.iterdir()) == [])
-    hpczero.release(model)
 
 
 def test_a_second_job_is_refused_on_all_ranks(world: World, program: Program) -> None:
@@ -241,7 +230,7 @@ def test_a_job_whose_folder_was_taken_over_commits_nothing(world: World, program
 def test_weights_for_another_head_or_optimizer_come_by_the_way_that_is_named(
     world: World, change: str
 ) -> None:
-    with world.zeroified(model := MLP(), adamw(model)):
+    with world.mlp(adamw) as (model, _):
         path = hpczero.checkpoint.save(world.folder, model, step=1)
         saved = hpczero.full_state_dict(model)
     world.on_root(export, path, world.folder / "weights.safetensors")
@@ -259,15 +248,12 @@ def test_state_that_a_program_makes_of_pieces_comes_back(world: World, stage: in
     Keeps.odd = staticmethod(lambda p: torch.zeros_like(p.detach()) + 2 * p)
     found = []
     for saved in (True, False):
-        model = Small()
-        optimizer = Keeps(model.parameters())
-        hpczero.zeroify(model, optimizer, stage=stage, topology=world.topology)
-        if saved:
-            optimizer.step()
-            path = hpczero.checkpoint.save(world.folder, model, step=1)
-        else:
-            hpczero.checkpoint.load(path, model)
-        pieces = [p for group in optimizer.param_groups for p in group["params"]]
-        found.append([optimizer.state[p]["odd"].tolist() for p in pieces])
-        hpczero.release(model)
-    world.check(found[0] == found[1] and (world.rank > 0 or bool(found[0])), str(found))
+        with world.mlp(keeps, stage=stage) as (model, optimizer):
+            if saved:
+                optimizer.step()
+                path = hpczero.checkpoint.save(world.folder, model, step=1)
+            else:
+                hpczero.checkpoint.load(path, model)
+            pieces = [p for group in optimizer.param_groups for p in group["params"]]
+            found.append([optimizer.state[p]["odd"].tolist() for p in pieces])
+    world.check(found[0] == found[1] and (world.rank > 0 or bool(found[0])), found)

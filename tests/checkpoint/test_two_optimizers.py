@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
@@ -17,6 +16,7 @@ from hpczero.errors import CheckpointMismatch, ConfigError
 from tests.checkpoint.damage import values_of
 from tests.checkpoint.programs import GLOBAL_BATCH, Net, Program
 from tests.checkpoint.test_reshard import save_and_load
+from tests.helpers.small_models import same
 from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi]
@@ -92,7 +92,7 @@ def test_any_number_of_ranks_and_stage_goes_on_from_any_other(
     world: World, n: int, m: int, make: str
 ) -> None:
     before, after = ((size, {"stage": (size + len(make)) % 4}) for size in (n, m))
-    save_and_load(world.comm, world.folder, before, after, make, Several)
+    save_and_load(world, before, after, make, Several)
 
 
 @pytest.mark.ranks(2)
@@ -149,7 +149,7 @@ def test_other_optimizers_are_refused_by_name(world: World, several: Several, ma
         before = values_of(sharding)
         load = hpczero.checkpoint.load
         world.raises(CheckpointMismatch, REFUSED[make], load, world.folder, model)
-        world.check(all(map(torch.equal, before, values_of(sharding))))
+        world.check(same(before, values_of(sharding)))
 
 
 @pytest.mark.ranks(2)

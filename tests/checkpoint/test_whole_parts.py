@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -34,12 +34,9 @@ from tests.checkpoint.layouts import (
     trained_by_torch,
     whole_shapes,
 )
-from tests.helpers.parallel import parallel_assert, told
+from tests.helpers.parallel import told
 from tests.helpers.small_models import same_state, zeroified
 from tests.helpers.world import World
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 pytestmark = [pytest.mark.mpi]
 
@@ -139,9 +136,9 @@ def test_first_values_are_parts_of_the_same_whole_parameters_for_every_layout(
     world.check(not wrong, str(wrong))
 
 
-def refused(comm: MPI.Intracomm, degree: str, draw: Callable[[str, Tensor], None]) -> str:
+def refused(world: World, degree: str, draw: Callable[[str, Tensor], None]) -> str:
     """What a model says on this rank whose first values cannot be."""
-    with first_ranks(comm, {degree: comm.size}) as topology:
+    with first_ranks(world.comm, {degree: world.size}) as topology:
         assert topology is not None
         return told(PlanError, Program, topology, initialize=draw)
 
@@ -157,7 +154,7 @@ def test_other_values_on_one_rank_are_refused_on_all(world: World, degree: str) 
         if world.rank == world.size - 1 and name == "first.table":
             tensor[3, 1] += 1.0
 
-    said = refused(world.comm, degree, draw)
+    said = refused(world, degree, draw)
     wanted = {"tensor": "'first.table'", "pipeline": "tied parameter 'first.table'"}
     world.check(wanted.get(degree, "different values for unit") in said, said)
 
@@ -170,7 +167,7 @@ def test_a_rank_that_cannot_draw_stops_all(world: World, degree: str) -> None:
             raise PlanError(f"no numbers for {name}")
         initialize(name, tensor)
 
-    said = refused(world.comm, degree, draw)
+    said = refused(world, degree, draw)
     world.check(f"rank(s) {world.size - 1}" in said and "no numbers" in said, said)
 
 
@@ -325,15 +322,13 @@ WRONG: dict[str, tuple[str, str, Change, tuple[str, ...]]] = {
 }
 
 
-def refused_both_ways(
-    comm: MPI.Intracomm, program: Any, folder: Path, said: tuple[str, ...]
-) -> None:
+def refused_both_ways(world: World, program: Any, said: tuple[str, ...]) -> None:
     """A save and a load both raise one error, on every rank; nothing is written."""
-    save = partial(hpczero.checkpoint.save, folder / "never", step=1)
-    for call in (save, partial(hpczero.checkpoint.load, folder / "good")):
+    save = partial(hpczero.checkpoint.save, world.folder / "never", step=1)
+    for call in (save, partial(hpczero.checkpoint.load, world.folder / "good")):
         text = told(CheckpointError, call, model=program.model)
-        parallel_assert(comm, all(word in text for word in said), text)
-    assert not list((folder / "never").glob("step-*"))
+        world.check(all(word in text for word in said), text)
+    assert not list((world.folder / "never").glob("step-*"))
 
 
 @pytest.mark.ranks(2)
@@ -345,7 +340,7 @@ def test_parts_that_make_no_whole_model_are_refused(world: World, case: str) -> 
         good = program.model.__dict__[KEY]
         if ranks == EVERY or world.rank == 1:
             program.model.__dict__[KEY] = change(good)
-        refused_both_ways(world.comm, program, world.folder, said)
+        refused_both_ways(world, program, said)
         program.model.__dict__[KEY] = good
         hpczero.checkpoint.load(world.folder / "good", program.model)
 
@@ -357,16 +352,9 @@ def test_other_groups_of_the_optimizer_on_a_stage_are_refused(world: World) -> N
         groups = program.optimizer.param_groups
         if world.rank == 1:
             groups.append({**groups[0], "params": []})
-        refused_both_ways(
-            world.comm, program, world.folder, ("3 group(s) of AdamW", "2 group(s) of AdamW")
-        )
+        refused_both_ways(world, program, ("3 group(s) of AdamW", "2 group(s) of AdamW"))
     with program_of(world.comm, {"pipeline": 2}, swapped=world.rank == 1) as program:
-        refused_both_ways(
-            world.comm,
-            program,
-            world.folder,
-            ("'first.table'", "in group 1", "in group 0", "stage 1"),
-        )
+        refused_both_ways(world, program, ("first.table", "in group 1", "in group 0", "stage 1"))
 
 
 @pytest.mark.ranks(2, 4)
