@@ -50,7 +50,7 @@ def test_a_read_ahead_that_fails_is_tried_again_by_whoever_needs_it(tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("doing", WAYS)
-def test_in_a_sharded_model_it_is_one_error_of_the_step_on_all_ranks(
+def test_in_a_sharded_model_it_is_one_error_of_the_step(
     world: World, folder, doing, stage, precision, capfd
 ):
     last = world.rank == world.size - 1

@@ -172,9 +172,7 @@ def test_a_group_of_one_is_refused(world: World):
 
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("rows", [(10, 40), (40, 10), (40, 41), (0, 40)])
-def test_ranks_that_would_not_keep_the_same_arguments_are_told_instead_of_waiting(
-    world: World, rows
-):
+def test_ranks_that_would_not_keep_the_same_arguments_are_told(world: World, rows):
     """Of 64 floats a row: what has less than 4096 bytes stays."""
     mine = torch.randn(rows[0] if world.rank == 0 else rows[1], 64)
     block = torch.nn.Linear(64, 64)

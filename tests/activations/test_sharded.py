@@ -74,9 +74,7 @@ def test_bits_are_those_without_checkpointing_and_of_torch(world: World, folder,
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("transport", ["auto", "flat"])
 @pytest.mark.parametrize("parameters", ["device", "disk"])
-def test_with_parameters_and_state_on_a_tier_of_their_own(
-    world: World, folder, parameters, transport, precision
-):
+def test_parameters_and_state_on_a_tier_too(world: World, folder, parameters, transport, precision):
     offload = Offload("disk", "disk", parameters, folder, 2**14, buffers=4)
     options = {"stage": 3, "transport": transport, "precision": precision}
     with on_disk(folder, window=8192) as checkpointing:
@@ -88,9 +86,7 @@ def test_with_parameters_and_state_on_a_tier_of_their_own(
 @pytest.mark.parametrize("transport", ["auto", "flat", "hierarchical"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("policy", [keep_products, [torch.ops.aten.tanh.default]])
-def test_selective_recomputation_of_sharded_parameters(
-    world: World, folder, policy, stage, transport, precision
-):
+def test_selective_recomputation(world: World, folder, policy, stage, transport, precision):
     options = {"stage": stage, "transport": transport, "precision": precision}
     expected = trained(world, plain, 2, **options)
     for make in (Checkpointing.create, partial(on_disk, folder)):
@@ -107,9 +103,7 @@ class Turned(Block):
 
 @pytest.mark.parametrize("parameters", ["device", "disk"])
 @pytest.mark.parametrize("transport", ["flat", "hierarchical", "auto"])
-def test_selective_recomputation_takes_no_operation_of_a_hook_for_one_of_the_block(
-    world: World, folder, transport, parameters
-):
+def test_a_policy_sees_no_operation_of_a_hook(world: World, folder, transport, parameters):
     """Operations are matched by their number: one more in forward would give each the result of another."""
     offload = Offload(parameters, parameters, parameters, folder, 2**14, buffers=4)
     found = []

@@ -127,7 +127,7 @@ HIDDEN: list[Tensor] = []
 
 @pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_a_way_into_a_unit_that_nobody_sees_is_an_error_on_every_transport(
+def test_a_way_into_a_unit_that_nobody_sees_is_an_error(
     world: World, transport, strict, monkeypatch
 ):
     monkeypatch.setenv("HPCZERO_STRICT", strict)
@@ -162,7 +162,7 @@ def with_a_hook(model: Hidden) -> Hidden:
 @STAGES
 @pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
 @pytest.mark.parametrize(("later", "alone"), [(True, True), (True, False), (False, False)], ids=str)
-def test_what_is_put_where_nobody_looks_trains_as_in_plain_torch(
+def test_what_is_put_where_nobody_looks_trains_as_plainly(
     world: World, stage, transport, later, alone
 ):
     plain = with_a_hook(Hidden(later=later))

@@ -130,9 +130,7 @@ def renamed() -> nn.Module:
         (renamed, "bf16"),
     ],
 )
-def test_full_state_dict_is_as_the_state_dict_of_a_plain_model(
-    world: World, make, stage, precision
-):
+def test_full_state_dict_is_as_that_of_a_plain_model(world: World, make, stage, precision):
     torch.manual_seed(5)
     model = make()
     expected = copy.deepcopy(model.state_dict())

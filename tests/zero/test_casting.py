@@ -221,9 +221,7 @@ class Encodes(MLP):
 
 @pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["encode", "__call__"])
-def test_after_arguments_that_cannot_be_cast_calls_are_cast_as_before(
-    world: World, name, precision
-):
+def test_after_arguments_that_cannot_be_cast_calls_are_as_before(world: World, name, precision):
     model, x = Encodes(), mlp_input(world.rank)
     with world.zeroified(model, adamw(model), stage=2, precision=precision):
         hpczero.register_forward(model, "encode")

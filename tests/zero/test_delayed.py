@@ -118,9 +118,7 @@ def test_a_program_may_change_values_between_steps(world: World):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("background", [False, True])
-def test_a_save_has_all_updates_and_whoever_loads_it_goes_on_alike(
-    world: World, folder, precision, background
-):
+def test_a_save_has_all_updates_and_goes_on_alike(world: World, folder, precision, background):
     """The run that has saved and the one that loads are both without an update on its way."""
     ends = []
     with delayed(world, precision=precision) as (_, model, optimizer):

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
 
 @pytest.mark.parametrize("kind", [TierError, ValueError])
-def test_what_fails_on_the_thread_is_one_error_of_the_next_step(
+def test_what_fails_on_the_thread_is_an_error_of_the_next_step(
     world: World, folder, monkeypatch, kind
 ):
     with delayed(world) as (_, model, optimizer):
@@ -73,9 +73,7 @@ CHANGES: dict[str, Callable[[torch.optim.Optimizer], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_state_that_changes_under_an_update_is_refused_and_may_change_after_it(
-    world: World, folder, change
-):
+def test_state_that_changes_under_an_update_is_refused(world: World, folder, change):
     with delayed(world) as (_, model, optimizer):
         take_steps(model, optimizer, world.rank, range(2))
         saved = hpczero.checkpoint.Checkpoints(folder, model)

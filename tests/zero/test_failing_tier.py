@@ -52,9 +52,7 @@ def unreadable(sharding: Sharding, *, here: bool, after: int = 0) -> Iterator[No
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_parameters_that_cannot_be_read_are_one_error_and_the_next_step_is_right(
-    world: World, transport, precision, after
-):
+def test_parameters_that_cannot_be_read_are_one_error(world: World, transport, precision, after):
     ended = []
     for broken in (False, True):
         options = {"offload": OFFLOAD, "transport": transport, "precision": precision}

@@ -248,9 +248,7 @@ def test_an_error_on_one_rank_is_everybodys(world: World):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_model_that_awaits_a_checkpoint_has_its_values_after_the_load(
-    world: World, folder, stage, precision
-):
+def test_a_checkpoint_that_is_awaited_brings_the_values(world: World, folder, stage, precision):
     with begun(world, Counted(), stage=3) as model:
         hpczero.checkpoint.save(folder, model, step=0)
     with begun(world, hpczero.loaded_later, stage=stage, precision=precision) as model:

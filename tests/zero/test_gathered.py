@@ -69,9 +69,7 @@ def test_forward_inside_leaves_the_parameters_whole(world: World, stage):
 
 @STAGES
 @PRECISIONS
-def test_changes_of_the_modifier_rank_reach_all_ranks_and_the_masters(
-    world: World, stage, precision
-):
+def test_changes_of_the_modifier_rank_reach_ranks_and_masters(world: World, stage, precision):
     model = MLP()
     model.layers[0].requires_grad_(False)
     optimizer, root = adamw(model), world.size - 1
@@ -254,7 +252,7 @@ def test_gathered_in_inference_mode_leaves_a_model_that_trains(world: World, sta
 @pytest.mark.parametrize("transport", ["flat", "hierarchical", "window"])
 @pytest.mark.parametrize("place", ["block", "layer", "model"])
 @pytest.mark.parametrize("changes", [False, True])
-def test_gathered_inside_of_a_forward_leaves_what_is_in_use(
+def test_gathered_inside_of_a_forward_keeps_what_is_used(
     world: World, stage, transport, place, changes
 ):
     model = MLP()

@@ -173,9 +173,7 @@ def test_values_that_a_program_changes_are_those_that_are_stepped_on(world: Worl
     world.check_state(*ends)
 
 
-def test_a_gradient_that_does_not_come_down_is_one_error_and_a_checkpoint_goes_on(
-    world: World, folder, monkeypatch
-):
+def test_a_gradient_that_does_not_come_down_is_one_error(world: World, folder, monkeypatch):
     model = MLP(SIZES)
     optimizer = adamw(model)
     with world.zeroified(

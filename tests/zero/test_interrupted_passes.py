@@ -100,9 +100,7 @@ ZEROED: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
 
 @STAGES
 @pytest.mark.parametrize("zero", ZEROED)
-def test_what_autograd_had_just_left_on_a_parameter_is_gone_with_the_other_gradients(
-    world: World, stage, zero
-):
+def test_what_autograd_left_on_a_parameter_is_gone_with_the_others(world: World, stage, zero):
     model = MLP()
     fails: list[str] = []
     optimizer = sgd(model)

@@ -43,9 +43,7 @@ def _transposed(model: nn.Module) -> None:
 @pytest.mark.parametrize("stage", [0, 2])
 @TRANSPORTS
 @pytest.mark.parametrize("change", [_in_place, _other_memory, _transposed])
-def test_changes_outside_gathered_are_not_saved_without_a_word(
-    world: World, folder, stage, transport, change
-):
+def test_changes_outside_gathered_are_not_saved(world: World, folder, stage, transport, change):
     model = MLP(sizes=SQUARE)
     optimizer = adamw(model)
     with world.zeroified(model, optimizer, stage=stage, transport=transport):
@@ -168,7 +166,7 @@ def _leave_refused(model: nn.Module, change: Callable[[nn.Module], None]) -> Non
 @pytest.mark.parametrize("change", [_in_place, _other_memory])
 @pytest.mark.parametrize("leave", [_leave_by_exception, _leave_refused])
 @pytest.mark.parametrize("way_out", ["block", "checkpoint"])
-def test_changes_of_a_block_that_did_not_end_well_stand_nowhere(
+def test_changes_of_a_block_that_was_left(
     world: World, folder, stage, transport, change, leave, way_out
 ):
     model = MLP()
@@ -255,9 +253,7 @@ def test_buffers_that_one_rank_replaced_are_refused_by_name(world: World, stage,
 @STAGES
 @TRANSPORTS
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_numpy_or_a_pointer_writes_in_gathered_is_seen(
-    world: World, stage, transport, precision
-):
+def test_what_a_pointer_writes_in_gathered_is_seen(world: World, stage, transport, precision):
     model = MLP()
     optimizer = adamw(model)
 

@@ -213,7 +213,7 @@ def test_bytes_held_equal_the_plan(world: World, stage, precision):
 @pytest.mark.parametrize("transport", ["window", "ipc"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_held_where_ranks_read_each_others_memory_equal_the_plan(
+def test_bytes_held_of_memory_that_peers_read_equal_the_plan(
     world: World, stage, precision, transport
 ):
     model = tiny_gpt(**SIZES)

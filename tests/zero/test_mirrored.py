@@ -115,9 +115,7 @@ def trained(world: World, precision: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("medium", ["host", "disk", "host's step"])
 @pytest.mark.parametrize("transport", ["auto", "flat", "window"])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_the_bits_are_those_of_memory_whatever_a_loop_does(
-    world: World, folder, fraction, transport, medium, precision
-):
+def test_the_bits_are_those_of_memory(world: World, folder, fraction, transport, medium, precision):
     """Accumulation, clipping, a skipped step, values changed inside of gathered; beside a device that is late."""
     kept = trained(world, precision, transport=transport)
     step: Any = "host" if medium == "host's step" else "device"
@@ -163,9 +161,7 @@ def test_frozen_and_unused_parameters_keep_what_they_are(world: World, precision
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("step", ["device", "host"])
-def test_what_is_loaded_or_imported_is_mirrored_too(
-    world: World, folder, monkeypatch, step, precision
-):
+def test_what_is_loaded_or_imported_is_mirrored(world: World, folder, monkeypatch, step, precision):
     """Many rounds, and windows that are closed before all of their elements have passed."""
     monkeypatch.setattr(exchange, "ROUND_NBYTES", 3000)
     monkeypatch.setattr(held, "OPEN_NBYTES", WINDOW // 2)
@@ -250,9 +246,7 @@ def mirrors_fail(sharding: Sharding, *, here: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("medium", ["host", "disk"])
-def test_a_mirror_that_cannot_be_written_is_one_error_and_a_checkpoint_goes_on(
-    world: World, folder, medium
-):
+def test_a_mirror_that_cannot_be_written_is_one_error(world: World, folder, medium):
     """In a step, in a change of values, and in a load."""
     model = MLP(SIZES)
     (folder / "scratch").mkdir(exist_ok=True)

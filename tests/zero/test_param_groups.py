@@ -59,9 +59,7 @@ def _momentum(model: nn.Module) -> torch.optim.Optimizer:
 @STAGES
 @pytest.mark.parametrize("act", [_clip, _mask, _all_of_it, None])
 @pytest.mark.parametrize("kind", [_momentum, Scaled], ids=["SGD", "scaled by an attribute"])
-def test_gradients_are_changed_and_attributes_found_as_in_plain_torch(
-    world: World, stage, act, kind
-):
+def test_gradients_change_and_attributes_are_found_as_in_torch(world: World, stage, act, kind):
     def build() -> tuple[MLP, torch.optim.Optimizer]:
         model = MLP()
         for index, parameter in enumerate(model.parameters()):
@@ -187,9 +185,7 @@ class WithItsOwnList(torch.optim.SGD):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("transport", ["window", "flat"])
-def test_an_optimizer_that_changes_the_model_past_its_groups_is_refused(
-    world: World, stage, transport
-):
+def test_an_optimizer_that_changes_more_than_its_groups_is_refused(world: World, stage, transport):
     with world.mlp(WithItsOwnList, stage=stage, transport=transport) as (model, optimizer):
         model(mlp_input(world.rank)).sum().backward()
         with pytest.raises(StepError, match="was changed in place since zeroify"):

@@ -136,9 +136,7 @@ def test_pieces_set_to_none_between_two_backwards_of_a_step_are_refused(world: W
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("transport", ["window", "flat"])
-def test_values_that_were_changed_before_a_step_that_is_skipped_stand(
-    world: World, stage, transport
-):
+def test_values_changed_before_a_step_that_is_skipped_stand(world: World, stage, transport):
     plain, model = MLP(), MLP()
     reference, optimizer = sgd(plain), sgd(model)
 

@@ -94,9 +94,7 @@ def test_release_inside_gathered_is_refused(world: World, stage):
 
 @TRANSPORTS
 @pytest.mark.parametrize("away", [False, True], ids=["memory", "disk"])
-def test_backward_of_a_graph_from_before_a_release_is_a_named_error(
-    world: World, folder, away, transport
-):
+def test_backward_of_a_graph_from_before_a_release(world: World, folder, away, transport):
     model = MLP()
     offload = Offload("disk", "disk", "disk", folder, 2**14, 4) if away else None
     hpczero.zeroify(

@@ -109,9 +109,7 @@ def test_the_same_noise_on_all_ranks_is_no_error(world: World, add_noise):
 
 @mpi_test
 @pytest.mark.parametrize("save", [False, True], ids=["full_state_dict", "checkpoint"])
-def test_an_optimizer_that_draws_its_own_numbers_is_found_after_its_last_step(
-    world: World, folder, save
-):
+def test_an_optimizer_that_draws_its_own_numbers_is_found(world: World, folder, save):
     model = MLP()
     optimizer = Langevin(model.parameters(), torch.Generator().manual_seed(world.rank))
     with world.zeroified(model, optimizer, stage=0):

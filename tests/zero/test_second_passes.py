@@ -54,9 +54,7 @@ LOSSES: dict[str, Losses] = {
 @pytest.mark.parametrize("losses", LOSSES)
 @pytest.mark.parametrize("transport", ["flat", "window", "hierarchical"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["all train", "most are frozen"])
-def test_a_graph_of_gradients_outlives_the_backward_of_another_loss(
-    world: World, losses, transport, frozen
-):
+def test_a_graph_of_gradients_outlives_another_backward(world: World, losses, transport, frozen):
     def made() -> MLP:
         model = MLP()
         for layer in model.layers[1:]:

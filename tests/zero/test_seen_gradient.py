@@ -243,9 +243,7 @@ def test_setting_a_gradient_to_none_in_a_hook_that_comes_too_late_is_refused(wor
 
 
 @STAGES
-def test_dropping_one_gradient_of_an_interrupted_backward_leaves_the_others_incomplete(
-    world: World, stage
-):
+def test_dropping_one_gradient_of_an_interrupted_backward(world: World, stage):
     model = MLP()
     optimizer = sgd(model)
 

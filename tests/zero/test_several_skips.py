@@ -73,7 +73,7 @@ class Watched:
 @PRECISIONS
 @pytest.mark.parametrize("where", ["", "layers.1.0.weight", "layers.1.0.bias"])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_an_overflow_skips_both_once_and_halves_the_scale_once(
+def test_an_overflow_skips_both_and_halves_the_scale_once(
     world: World, stage, precision, where, swapped
 ):
     with world.mlp(by_shape, stage=stage, precision=precision) as (model, optimizers):

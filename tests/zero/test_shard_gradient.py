@@ -86,9 +86,7 @@ def _halve_shards_in_place(optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize(
     "halve", [_halve_shards, _halve_shards_in_place], ids=lambda act: act.__name__
 )
-def test_what_is_assigned_to_gradients_of_shards_is_clipped_and_added_to(
-    world: World, stage, halve
-):
+def test_what_is_assigned_to_gradients_is_clipped_and_added_to(world: World, stage, halve):
     plain = MLP()
     reference = sgd(plain)
     with world.mlp(sgd, stage=stage) as (model, optimizer):
@@ -120,7 +118,7 @@ CLAMPS = pytest.mark.parametrize("clamp", [_clamp, _clamp_data], ids=lambda act:
 @CLAMPS
 @pytest.mark.parametrize("transport", ["auto", "flat"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_values_that_were_changed_after_the_step_are_refused_where_the_model_is_used(
+def test_values_changed_after_the_step_are_refused(
     world: World, stage, clamp, transport, precision
 ):
     options = {"stage": stage, "transport": transport, "precision": precision}
@@ -181,9 +179,7 @@ def test_gradients_of_shards_set_to_none_are_in_no_norm(world: World, stage):
 
 @STAGES
 @pytest.mark.parametrize("registered", ["before zeroify", "after zeroify"])
-def test_hooks_around_the_step_see_guarded_gradients_and_new_values(
-    world: World, stage, registered
-):
+def test_hooks_around_the_step(world: World, stage, registered):
     model = MLP()
     optimizer = sgd(model)
     refused: list[str] = []

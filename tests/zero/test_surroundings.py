@@ -194,9 +194,7 @@ def test_transforms_of_torch_func_are_refused_by_name(world: World, stage, trans
 
 @STAGES
 @TRANSPORTS
-def test_forward_mode_is_refused_by_name_unless_there_are_no_gradients(
-    world: World, stage, transport
-):
+def test_forward_mode_is_refused_unless_there_are_no_gradients(world: World, stage, transport):
     model, plain, x = MLP(), MLP(), mlp_input(0)
     optimizer = adamw(model)
 

@@ -219,9 +219,7 @@ def test_accumulation_moves_what_the_plan_says(world: World, stage, micro_steps,
 @pytest.mark.parametrize("transport", ["window", "ipc"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_shared_memory_on_one_node_sends_no_parameter_and_no_gradient(
-    world: World, stage, precision, transport
-):
+def test_shared_memory_of_a_node_sends_no_parameter(world: World, stage, precision, transport):
     model = tiny_gpt()
     optimizer = adamw(model)
     options = {"stage": stage, "transport": transport, "precision": precision}
