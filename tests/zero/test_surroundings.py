@@ -168,17 +168,13 @@ def test_casts_of_a_forward_without_gradients_do_not_pile_up(world: World):
 
 TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
-    "grad of parameters": lambda model, x: torch.func.grad(
+    "of parameters": lambda model, x: torch.func.grad(
         lambda p: torch.func.functional_call(model, p, (x,)).sum()
     )(dict(model.named_parameters())),
-    "vjp": lambda model, x: torch.func.vjp(model, x),
     "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
     "jacrev": lambda model, x: torch.func.jacrev(model)(x),
-    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x),
     "vmap": lambda model, x: torch.func.vmap(model)(x),
-    "grad of a unit": lambda model, x: torch.func.grad(
-        lambda x: model.get_submodule("layers.0")(x).sum()
-    )(x),
+    "of a unit": lambda model, x: torch.func.jacrev(model.get_submodule("layers.0"))(x),
 }
 
 
