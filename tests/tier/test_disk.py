@@ -231,9 +231,8 @@ def test_errors_of_the_disk_name_file_place_and_bytes(tmp_path, monkeypatch, cal
             put(tier, place, {PART: content(12_288, 0)})
         tier.drain()
         monkeypatch.setattr(os, call, fails)
-        expected = (
-            rf"{tmp_path}/hpczero-tier\S+ .*{doing} at byte 8,192: .*\({name}\); got 0 of 4,096"
-        )
+        place_of = rf"{tmp_path}/hpczero-tier\S+ .*{doing} at byte 8,192"
+        expected = rf"{place_of}: .*\({name}\); got 0 of 4,096"
         if call == "preadv":
             wait: Any = tier.fetch(place, [PART]).wait
         else:
