@@ -15,15 +15,13 @@ from hpczero.errors import PlanError
 from tests.activations.stacks import (
     INPUT_NBYTES,
     LAYERS,
+    PLACES,
     STEPS,
     Block,
     Stack,
-    late,
     loss_of,
     on_disk,
-    on_host,
     plain,
-    slow,
     torchs,
     trained,
 )
@@ -51,7 +49,7 @@ def by_torch(size: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("place", [on_disk, on_host, slow, late])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bits_are_those_without_checkpointing_and_of_torch(world: World, folder, stage, place):
     with place(folder) as checkpointing:
@@ -65,9 +63,7 @@ def test_bits_are_those_without_checkpointing_and_of_torch(world: World, folder,
     world.check_state(found, trained(world, torchs, stage=stage))
     # The norm is summed over shards, in another order than torch's own: the clipping factor may round in another way.
     expected = by_torch(world.size)
-    near = (
-        torch.allclose(value, expected[name], atol=1e-5) for name, value in (found or {}).items()
-    )
+    near = (torch.allclose(value, expected[n], atol=1e-5) for n, value in (found or {}).items())
     world.check(all(near), "differs from plain torch")
 
 
@@ -111,9 +107,8 @@ def test_a_policy_sees_no_operation_of_a_hook(world: World, folder, transport, p
         model = Stack(LAYERS)
         model.blocks = nn.ModuleList(Turned() for _ in range(LAYERS))
         model.call = call
-        with world.zeroified(
-            model, adamw(model), stage=3, transport=transport, offload=offload
-        ) as sharding:
+        options = {"transport": transport, "offload": offload}
+        with world.zeroified(model, adamw(model), **options) as sharding:
             for step in range(2):
                 loss_of(model, 1000 * step + world.rank).backward()
                 update(*sharding.optimizers)

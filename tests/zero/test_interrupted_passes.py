@@ -64,7 +64,7 @@ def test_exception_on_all_ranks_then_recovery(world: World, stage, broken):
         world.check_trains(model, optimizer)
 
 
-def zero_one_by_one(model: nn.Module) -> None:
+def zero_one_by_one(model: nn.Module, *_: object) -> None:
     """As a loop of the user's own."""
     for parameter in model.parameters():
         parameter.grad = None
@@ -73,7 +73,7 @@ def zero_one_by_one(model: nn.Module) -> None:
 ZEROED: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
     "the optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "the model": lambda model, optimizer: model.zero_grad(),
-    "one by one": lambda model, optimizer: zero_one_by_one(model),
+    "one by one": zero_one_by_one,
 }
 
 

@@ -18,18 +18,9 @@ from hpczero.plan.precision import LossScale
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.away_shard import MIRROR, SPARE, VALUES
 from tests.helpers.late import LateAccelerator
-from tests.helpers.small_models import (
-    MLP,
-    adamw,
-    mlp_backward,
-    mlp_input,
-    mlp_steps,
-    same,
-    update,
-    values,
-)
+from tests.helpers.small_models import MLP, adamw, mlp_backward, same, squares, update, values
 from tests.helpers.world import World
-from tests.zero.away_steps import SIZES, WINDOW, broken, on
+from tests.zero.away_steps import SIZES, WINDOW, broken, on, train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
@@ -62,11 +53,11 @@ def check_mirrors(world: World, sharding: Sharding, when: object = "") -> None:
 
 def poison(model: nn.Module, rank: int) -> None:
     """A backward whose gradient overflows."""
-    (model(mlp_input(rank)).sum() * math.inf).backward()
+    (squares(model, rank) * math.inf).backward()
 
 
 def backward(model: nn.Module, rank: int) -> Tensor:
-    loss: Tensor = model(mlp_input(rank)).square().mean()
+    loss = squares(model, rank)
     loss.backward()
     return loss.detach()
 
@@ -98,7 +89,7 @@ def trained(world: World, precision: Any, **options: Any) -> list[Any]:
                 check_mirrors(world, sharding, f"step {step}")
         assert sharding.skipped_steps == 1
         with torch.no_grad():
-            found.append(model(mlp_input(world.rank)))
+            found.append(squares(model, world.rank))
         found += values(sharding)
     return found
 
@@ -222,7 +213,7 @@ def test_a_mirror_that_cannot_be_written_is_one_error(world: World, folder, medi
     options = {"offload": offload, "stage": 3, "precision": "bf16"}
     with world.zeroified(model, adamw(model), **options) as sharding:
         (optimizer,) = sharding.optimizers
-        mlp_steps(model, optimizer, world.rank)
+        train(model, optimizer, world.rank, range(1))
         saved = Checkpoints(folder, model)
         saved.save(1)
         before = values(sharding)

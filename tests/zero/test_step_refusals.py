@@ -12,16 +12,7 @@ from torch import nn
 import hpczero
 from hpczero.errors import ConfigError, StepError
 from hpczero.plan.precision import LossScale, Precision
-from tests.helpers.small_models import (
-    MLP,
-    adamw,
-    mlp_backward,
-    mlp_input,
-    mlp_steps,
-    same,
-    update,
-    values,
-)
+from tests.helpers.small_models import MLP, adamw, mlp_backward, same, squares, update, values
 from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
@@ -126,7 +117,9 @@ def test_parameters_that_torch_moves_to_shared_memory(world: World, stage, trans
                 said = "moved the parameters of .* to other memory .*HPCZERO_TRANSPORT=flat"
                 world.raises(StepError, said, optimizer.step)
                 return
-            mlp_steps(model, optimizer, world.rank, 2)
+            for _ in range(2):
+                mlp_backward(model, world.rank)
+                update(optimizer)
             found.append(hpczero.full_state_dict(model))
     world.check_state(*found)
 
@@ -154,7 +147,7 @@ def test_frozen_parameter_that_was_changed_in_place(world: World, stage):
 def poisoned(model: nn.Module, world: World, *, value: float = math.nan) -> None:
     """A backward in which the last rank's loss is not a number."""
     factor = value if world.rank == world.size - 1 else 1.0
-    (model(mlp_input(world.rank)).sum() * factor).backward()
+    (squares(model, world.rank) * factor).backward()
 
 
 @STAGES
@@ -253,7 +246,7 @@ def test_parameter_group_added_after_zeroify(world: World, stage):
     optimizer = adamw(model)
     with world.zeroified(model, optimizer, stage=stage):
         optimizer.add_param_group({"params": [late]})
-        (model(mlp_input(world.rank)) * late).square().sum().backward()
+        (squares(model, world.rank) * late.sum()).backward()
         said = r"group 1 of the optimizer has 1 parameter\(s\) put in after zeroify"
         world.raises(StepError, said, optimizer.step)
         world.check((late == 1).all())
@@ -263,7 +256,7 @@ def test_parameter_group_added_after_zeroify(world: World, stage):
 def test_backward_of_a_graph_that_was_made_before_the_step(world: World, stage):
     # plain torch refuses it too: the saved weights are not there any more
     with world.mlp(adamw, stage=stage) as (model, optimizer):
-        early = model(mlp_input(world.rank)).sum()
+        early = squares(model, world.rank)
         mlp_backward(model, world.rank)
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

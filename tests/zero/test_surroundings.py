@@ -107,9 +107,12 @@ def autocast(**options: Any) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, **options)
 
 
-def loss_in_autocast(model: nn.Module, rank: int, step: int) -> Tensor:
-    with autocast():
-        return loss_of(model, rank, step)
+def in_autocast(loss: Loss) -> Loss:
+    def run(model: nn.Module, rank: int, step: int) -> Tensor:
+        with autocast():
+            return loss(model, rank, step)
+
+    return run
 
 
 @STAGES
@@ -117,7 +120,7 @@ def loss_in_autocast(model: nn.Module, rank: int, step: int) -> Tensor:
 def test_one_autocast_block_around_several_steps(world: World, stage, transport):
     # in one process a block for each forward
     options = {"stage": stage, "transport": transport}
-    check_trained(world, plainly=loss_in_autocast, around=autocast, **options)
+    check_trained(world, plainly=in_autocast(loss_of), around=autocast, **options)
 
 
 def unit_loss(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -126,14 +129,9 @@ def unit_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return loss
 
 
-def unit_loss_in_autocast(model: nn.Module, rank: int, step: int) -> Tensor:
-    with autocast():
-        return unit_loss(model, rank, step)
-
-
 @STAGES
 def test_unit_called_alone_in_one_autocast_block_around_several_steps(world: World, stage):
-    options = {"plainly": unit_loss_in_autocast, "around": autocast, "stage": stage}
+    options = {"plainly": in_autocast(unit_loss), "around": autocast, "stage": stage}
     check_trained(world, MLP, unit_loss, **options)
 
 
