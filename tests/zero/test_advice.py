@@ -131,15 +131,12 @@ HELD_BY_SOMETHING: dict[str, Callable[[nn.Module], object]] = {
     "state_dict": lambda model: model.state_dict(),
     "data": lambda model: next(model.parameters()).data,
     "numpy": lambda model: next(model.parameters()).detach().numpy(),
-    "tied by data": lambda model: nn.Parameter(next(model.parameters()).data),
     "view": lambda model: next(model.parameters()).detach().t(),
 }
 HELD_BY_NOBODY: dict[str, Callable[[nn.Module], object]] = {
     "nothing": lambda model: None,
     "copy": lambda model: copy.deepcopy(model),
-    "clones": lambda model: {k: v.clone() for k, v in model.state_dict().items()},
     "the parameter": lambda model: list(model.named_parameters()),
-    "vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
 }
 
 

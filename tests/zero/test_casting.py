@@ -129,7 +129,7 @@ class Written(MLP):
             return self.kept
         if self.how == "parameter":
             return {"logits": y, "raw": self.raw}
-        if self.how == "number first":
+        if self.how == "number":
             self.kept = y.square().mean() if self.training else 0.0
             return {"logits": y}
         return (
@@ -145,7 +145,7 @@ class Written(MLP):
 
 def _loss(model: Written, x: Tensor) -> Tensor:
     model.state = None
-    if model.how == "number first":
+    if model.how == "number":
         model.eval()
         model(x)
         model.train()
@@ -155,12 +155,10 @@ def _loss(model: Written, x: Tensor) -> Tensor:
     loss: Tensor = found["logits"].square().mean()
     if model.how == "parameter":
         loss = loss + found["raw"].square().sum()
-    return loss + model.kept if model.how == "number first" else loss
+    return loss + model.kept if model.how == "number" else loss
 
 
-@pytest.mark.parametrize(
-    "how", ["dict", "attribute", "parameter", "number first", "state", "nested"]
-)
+@pytest.mark.parametrize("how", ["dict", "attribute", "parameter", "number", "state", "nested"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_loss_scale_enters_once(world: World, stage, how):
     if how == "parameter" and stage == 3:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +21,10 @@ from hpczero.zero.filling import GAP, SAMPLE, SPAN
 from tests.helpers.small_models import adamw
 from tests.helpers.world import World
 from tests.parallel.layouts import laid_out
+from tests.zero.away_steps import on
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4)]
 
-Tier = Literal["host", "disk"]
 SEED = 7
 CONFIG = GPTConfig(vocab_size=61, context=12, layers=3, hidden=36, heads=3)
 # Parts of a matrix cut by columns lie so far apart that some are drawn one by one.
@@ -72,10 +71,6 @@ def check_parameters(world: World, model: nn.Module) -> None:
     world.check(not wrong, wrong)
 
 
-def place_of(tier: Tier, folder: Path) -> str | None:
-    return str(folder) if tier == "disk" else None
-
-
 @contextmanager
 def begun(world: World, initialize: Any, **options: Any) -> Iterator[nn.Module]:
     """Sharded inside."""
@@ -105,8 +100,7 @@ def test_frozen_parameters_in_half_precision_are_drawn_too(world: World, stage):
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_shards_on_a_tier_are_drawn_too(world: World, folder, stage, tier):
-    parameters: Literal["device", "host", "disk"] = tier if stage == 3 else "device"
-    offload = hpczero.Offload(tier, tier, parameters, folder=place_of(tier, folder))
+    offload = on(tier, folder, parts=3 if stage == 3 else 2)
     with begun(world, Counted(), stage=stage, offload=offload) as model:
         check_bits(world, model)
 
@@ -249,7 +243,7 @@ def test_layouts_with_other_seeds_are_refused(world: World, degrees):
 def test_a_checkpoint_that_is_awaited_brings_values(world: World, folder, stage, tier, precision):
     options: dict[str, Any] = {"stage": stage, "precision": precision}
     if tier:
-        options["offload"] = hpczero.Offload(tier, tier, tier, folder=place_of(tier, folder))
+        options["offload"] = on(tier, folder)
     with begun(world, Counted(), stage=3) as model:
         hpczero.checkpoint.save(folder / "saved", model, step=0)
     with begun(world, hpczero.loaded_later, **options) as model:

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 STAGES = pytest.mark.parametrize("stage", [0, 1, 3])
 
 
-def states(optimizer: torch.optim.Optimizer, group: int = 0) -> list[dict[str, Any]]:
+def states(optimizer: torch.optim.Optimizer, group: int = 0) -> list[Any]:
     return [optimizer.state[parameter] for parameter in optimizer.param_groups[group]["params"]]
 
 
