@@ -65,9 +65,9 @@ def plain(block: Call, *args: Any) -> Any:
     return block(*args)
 
 
-def torchs(block: Call, *args: Any) -> Any:
+def torchs(block: Call, *args: Any, **options: Any) -> Any:
     """torch's own."""
-    return checkpoint(block, *args, use_reentrant=False)
+    return checkpoint(block, *args, use_reentrant=False, **options)
 
 
 def batch(seed: int = 1, rows: int = BATCH) -> Tensor:
@@ -158,20 +158,19 @@ def on_host(folder: Path, **options: Any) -> Checkpointing:
     return Checkpointing.create("host", device=device, **{"window": 2**14, "buffers": 3, **options})
 
 
-def twin(kind: type[PageTier], folder: Path, **options: Any) -> Checkpointing:
-    """A disk that is a twin."""
-    tier = kind(blocks=4, block_nbytes=4096)
-    return Checkpointing.create("disk", folder=folder, tier=tier, window=4096, buffers=4, **options)
+def over(tier: PageTier, folder: Path, **options: Any) -> Checkpointing:
+    """A disk that is a twin of four blocks of a page."""
+    return on_disk(folder, tier=tier, **options)
 
 
 def slow(folder: Path, **options: Any) -> Checkpointing:
     """A tier that takes its time."""
-    return twin(SlowTier, folder, **options)
+    return over(SlowTier(blocks=4, block_nbytes=4096), folder, **options)
 
 
 def late(folder: Path, **options: Any) -> Checkpointing:
     """A tier that moves at the last moment, and spoils what nobody may look at."""
-    return twin(LateTier, folder, **options)
+    return over(LateTier(blocks=4, block_nbytes=4096), folder, **options)
 
 
 PLACES = [on_disk, on_host, slow, late]

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from tests.activations.stacks import BATCH, INPUT_NBYTES, WIDTH, batch, grads, on_disk, same
+from tests.activations.stacks import BATCH, INPUT_NBYTES, WIDTH, batch, grads, on_disk, same, torchs
 
 
 class Several(nn.Module):
@@ -42,7 +41,7 @@ class Several(nn.Module):
 def test_arguments_of_every_kind_come_as_they_were(tmp_path):
     found = []
     with on_disk(tmp_path) as checkpointing:
-        for call in (checkpointing, torchs_with_kwargs):
+        for call in (checkpointing, torchs):
             block, box = Several(), dict[str, int]()
             stem = nn.Linear(WIDTH, WIDTH)
             nn.init.eye_(stem.weight)
@@ -61,10 +60,6 @@ def test_arguments_of_every_kind_come_as_they_were(tmp_path):
         # x once, and z; y is the newest
         assert flow.read_nbytes == flow.written_nbytes == 2 * INPUT_NBYTES
     assert same(*found)
-
-
-def torchs_with_kwargs(block: Any, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(block, *args, use_reentrant=False, **kwargs)
 
 
 STRANGE = {

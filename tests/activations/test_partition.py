@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,16 +17,15 @@ from hpczero.errors import PlanError, StepError, TierError
 from tests.activations.stacks import (
     BATCH,
     INPUT_NBYTES,
+    PLACES,
     WIDTH,
     Stack,
     batch,
     gradients,
-    late,
     on_disk,
-    on_host,
+    over,
     plain,
     same,
-    slow,
     torchs,
     trained,
 )
@@ -54,7 +54,7 @@ def test_each_rank_keeps_a_part_of_each_input_and_the_bits_are_the_same(world: W
     world.check(same(found, gradients(torchs, STEPS, LAYERS)))
 
 
-@pytest.mark.parametrize("place", [on_disk, on_host, slow, late])
+@pytest.mark.parametrize("place", PLACES)
 def test_parts_rest_on_a_tier(world: World, folder, place):
     with place(folder, group=world.topology.shard) as checkpointing:
         found = gradients(checkpointing, STEPS, LAYERS)
@@ -81,27 +81,26 @@ def test_sizes_that_ranks_do_not_divide_and_strange_strides(world: World, dtype)
     world.check(same(*found))
 
 
+def one_bit(rank: int) -> Tensor:
+    x = torch.zeros(BATCH, WIDTH)
+    x[-1, -1] = -0.0 if rank == 1 else 0.0
+    return x
+
+
+DIFFERENT: dict[str, Callable[[int], Tensor]] = {
+    "values": batch,
+    "shape": lambda rank: batch(rows=BATCH + (rank == 1)),
+    "order": lambda rank: batch().roll(int(rank == 1), 0),  # the same numbers in other places
+    "one bit": one_bit,
+}
+
+
 def test_inputs_that_differ_are_refused_on_all_ranks(world: World):
-    def values(rank: int) -> Tensor:
-        return batch(rank)
-
-    def shape(rank: int) -> Tensor:
-        return batch(rows=BATCH + (rank == 1))
-
-    def order(rank: int) -> Tensor:
-        return batch().roll(int(rank == 1), 0)  # the same numbers in other places
-
-    def one_bit(rank: int) -> Tensor:
-        x = torch.zeros(BATCH, WIDTH)
-        x[-1, -1] = -0.0 if rank == 1 else 0.0
-        return x
-
     with Checkpointing.create(group=world.topology.shard) as checkpointing:
-        for make in (values, shape, order, one_bit):
+        for make in DIFFERENT.values():
             x = make(world.rank).requires_grad_().clone()
-            message = world.raises(
-                StepError, r"not the same on all ranks", partial(checkpointing, torch.sin, x)
-            )
+            use = partial(checkpointing, torch.sin, x)
+            message = world.raises(StepError, "not the same on all ranks", use)
             world.check("rank(s) [1" in message, message)
         # and goes on
         world.check(same(gradients(checkpointing, 1), gradients(plain, 1)))
@@ -128,9 +127,7 @@ def test_equal_inputs_may_begin_elsewhere_on_each_rank(world: World, folder, pla
 @pytest.mark.parametrize("doing", ["read", "write", "room"])
 def test_a_part_that_cannot_be_brought_back_is_one_error_on_all_ranks(world: World, folder, doing):
     tier = FailingTier(number=errno.EIO, blocks=4, block_nbytes=4096)
-    with Checkpointing.create(
-        "disk", folder=folder, tier=tier, window=4096, buffers=4, group=world.topology.shard
-    ) as checkpointing:
+    with over(tier, folder, group=world.topology.shard) as checkpointing:
         model = Stack(call=checkpointing)
         tier.doing = doing if world.rank == 1 else ""
         loss = model(batch())
@@ -171,21 +168,12 @@ def test_a_group_of_one_is_refused(world: World):
 
 
 @pytest.mark.limit(60)
-@pytest.mark.parametrize("rows", [(10, 40), (40, 10), (40, 41), (0, 40)])
-def test_ranks_that_would_not_keep_the_same_arguments_are_told_instead_of_waiting(
-    world: World, rows
-):
-    """Of 64 floats a row: what has less than 4096 bytes stays."""
-    mine = torch.randn(rows[0] if world.rank == 0 else rows[1], 64)
-    block = torch.nn.Linear(64, 64)
-    with Checkpointing.create(group=world.topology.shard) as checkpointing:
-        said = "arguments of a checkpointed block are not the same on all ranks"
-        world.raises(StepError, said, lambda: checkpointing(block, mine))
-
-
-@pytest.mark.limit(60)
-def test_a_rank_without_numbers_among_its_arguments_is_told_on_all(world: World):
-    mine = torch.randn(40, 64) if world.rank else torch.ones(40, 64, dtype=torch.long)
+@pytest.mark.parametrize(("rows", "dtype"), [(10, None), (41, None), (0, None), (40, torch.long)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_would_not_keep_the_same_arguments_are_told(world: World, rows, dtype, rank):
+    """Instead of waiting. Of 64 floats a row: what has less than 4096 bytes stays."""
+    other = world.rank == rank
+    mine = torch.ones(rows if other else 40, 64, dtype=dtype if other else None)
     with Checkpointing.create(group=world.topology.shard) as checkpointing:
         said = "arguments of a checkpointed block are not the same on all ranks"
         world.raises(StepError, said, lambda: checkpointing(torch.sin, mine))

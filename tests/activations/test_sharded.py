@@ -15,15 +15,13 @@ from hpczero.errors import PlanError
 from tests.activations.stacks import (
     INPUT_NBYTES,
     LAYERS,
+    PLACES,
     STEPS,
     Block,
     Stack,
-    late,
     loss_of,
     on_disk,
-    on_host,
     plain,
-    slow,
     torchs,
     trained,
 )
@@ -51,7 +49,7 @@ def by_torch(size: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("place", [on_disk, on_host, slow, late])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bits_are_those_without_checkpointing_and_of_torch(world: World, folder, stage, place):
     with place(folder) as checkpointing:
@@ -65,18 +63,14 @@ def test_bits_are_those_without_checkpointing_and_of_torch(world: World, folder,
     world.check_state(found, trained(world, torchs, stage=stage))
     # The norm is summed over shards, in another order than torch's own: the clipping factor may round in another way.
     expected = by_torch(world.size)
-    near = (
-        torch.allclose(value, expected[name], atol=1e-5) for name, value in (found or {}).items()
-    )
+    near = (torch.allclose(value, expected[n], atol=1e-5) for n, value in (found or {}).items())
     world.check(all(near), "differs from plain torch")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("transport", ["auto", "flat"])
 @pytest.mark.parametrize("parameters", ["device", "disk"])
-def test_with_parameters_and_state_on_a_tier_of_their_own(
-    world: World, folder, parameters, transport, precision
-):
+def test_parameters_and_state_on_a_tier_too(world: World, folder, parameters, transport, precision):
     offload = Offload("disk", "disk", parameters, folder, 2**14, buffers=4)
     options = {"stage": 3, "transport": transport, "precision": precision}
     with on_disk(folder, window=8192) as checkpointing:
@@ -88,9 +82,7 @@ def test_with_parameters_and_state_on_a_tier_of_their_own(
 @pytest.mark.parametrize("transport", ["auto", "flat", "hierarchical"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("policy", [keep_products, [torch.ops.aten.tanh.default]])
-def test_selective_recomputation_of_sharded_parameters(
-    world: World, folder, policy, stage, transport, precision
-):
+def test_selective_recomputation(world: World, folder, policy, stage, transport, precision):
     options = {"stage": stage, "transport": transport, "precision": precision}
     expected = trained(world, plain, 2, **options)
     for make in (Checkpointing.create, partial(on_disk, folder)):
@@ -107,9 +99,7 @@ class Turned(Block):
 
 @pytest.mark.parametrize("parameters", ["device", "disk"])
 @pytest.mark.parametrize("transport", ["flat", "hierarchical", "auto"])
-def test_selective_recomputation_takes_no_operation_of_a_hook_for_one_of_the_block(
-    world: World, folder, transport, parameters
-):
+def test_a_policy_sees_no_operation_of_a_hook(world: World, folder, transport, parameters):
     """Operations are matched by their number: one more in forward would give each the result of another."""
     offload = Offload(parameters, parameters, parameters, folder, 2**14, buffers=4)
     found = []
@@ -117,9 +107,8 @@ def test_selective_recomputation_takes_no_operation_of_a_hook_for_one_of_the_blo
         model = Stack(LAYERS)
         model.blocks = nn.ModuleList(Turned() for _ in range(LAYERS))
         model.call = call
-        with world.zeroified(
-            model, adamw(model), stage=3, transport=transport, offload=offload
-        ) as sharding:
+        options = {"transport": transport, "offload": offload}
+        with world.zeroified(model, adamw(model), **options) as sharding:
             for step in range(2):
                 loss_of(model, 1000 * step + world.rank).backward()
                 update(*sharding.optimizers)

@@ -44,7 +44,12 @@ def on_root(comm: MPI.Intracomm, call: Callable[..., object], *args: Any, **opti
     parallel_assert(comm, error is None, f"{type(error).__name__}: {error}")
 
 
-def told(kind: type[Exception], call: Callable[..., object], *args: Any, **options: Any) -> str:
+def told(
+    kind: type[Exception] | tuple[type[Exception], ...],
+    call: Callable[..., object],
+    *args: Any,
+    **options: Any,
+) -> str:
     """What ``call(*args, **options)`` says on this rank where it raises ``kind``, for ranks to judge together.
 
     Empty where it does not raise.

@@ -5,15 +5,16 @@ Must not know: what any test looks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 import hpczero
-from hpczero.errors import HpcZeroError
+from hpczero.errors import HpcZeroError, StepError
 from tests.helpers import small_models
 from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import Loss
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
     from mpi4py import MPI
 
     from hpczero import Topology
+    from hpczero.models import GPT
 
 
 class World:
@@ -77,6 +79,16 @@ class World:
         with self.zeroified(model, optimizer, **options):
             yield model, optimizer
 
+    @contextmanager
+    def gpt(
+        self, sizes: Mapping[str, Any] | None = None, **options: Any
+    ) -> Iterator[tuple[GPT, Any, hpczero.Sharding]]:
+        """A tiny GPT with AdamW, sharded inside."""
+        model = small_models.tiny_gpt(**(sizes or {}))
+        optimizer = small_models.adamw(model)
+        with self.zeroified(model, optimizer, **options) as sharding:
+            yield model, optimizer, sharding
+
     def refuses(
         self,
         kind: type[HpcZeroError],
@@ -105,6 +117,22 @@ class World:
         for rank in range(self.size):
             (loss(plain, rank) / self.size).backward()
 
+    def check_gradients(self, model: nn.Module, plain: nn.Module, *, within: float = 1e-6) -> None:
+        """The mean gradients are those of ``plain``, and zero where it has none."""
+        __tracebackhide__ = True
+        for name, found in hpczero.full_gradients(model).items():
+            expected = plain.get_parameter(name).grad
+            expected = torch.zeros_like(found) if expected is None else expected
+            self.check(torch.allclose(found, expected, rtol=1e-5, atol=within), name)
+
+    def refuses_step(self, model: nn.Module, optimizer: Any, pattern: str) -> None:
+        """``optimizer.step`` is a StepError on all ranks, and changes no value."""
+        __tracebackhide__ = True
+        sharding = hpczero.sharding(model)
+        before = small_models.values(sharding)
+        self.raises(StepError, pattern, optimizer.step)
+        self.check(small_models.same(small_models.values(sharding), before), "other values")
+
     def check_weights(self, model: nn.Module, plain: nn.Module, *, within: float) -> None:
         """The parameters are those of ``plain``, which was trained in one process."""
         __tracebackhide__ = True
@@ -123,6 +151,14 @@ class World:
         """Two ``full_state_dict``, which are on rank 0, are equal in every bit."""
         __tracebackhide__ = True
         self.check(small_models.same_state(found, expected), "other bits")
+
+
+@contextmanager
+def on_nodes(comm: MPI.Intracomm, nodes: Sequence[int] | None, **options: Any) -> Iterator[World]:
+    """All ranks over a topology of these nodes, one number for each rank."""
+    topology = hpczero.Topology.create(comm, nodes, **options)
+    yield World(comm, topology)
+    topology.free()
 
 
 def _identity(model: nn.Module, optimizer: Any) -> list[Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from hpczero.files import direct
 from hpczero.tier import DiskTier, Record
 from hpczero.tier import disk as disk_module
 from tests.helpers.mpirun import ROOT, run_command
-from tests.tier.suite import PART, TierSuite, content, get, put
+from tests.tier.suite import PART, TierSuite, content, filled, get, put
 
 MIB = 2**20
 
@@ -37,9 +39,7 @@ def on_a_disk(tmp_path: Path) -> None:
 
 
 class TestDisk(TierSuite):
-    @staticmethod
-    def make(folder, blocks, block_nbytes):
-        return DiskTier(folder, blocks=blocks, block_nbytes=block_nbytes)
+    make = DiskTier
 
 
 class TestDiskThroughTheCache(TierSuite):
@@ -49,9 +49,7 @@ class TestDiskThroughTheCache(TierSuite):
     def no_direct_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(disk_module, "make_direct", lambda fd: 0)
 
-    @staticmethod
-    def make(folder, blocks, block_nbytes):
-        return DiskTier(folder, blocks=blocks, block_nbytes=block_nbytes, tell=lambda text: None)
+    make = staticmethod(partial(DiskTier, tell=lambda text: None))
 
 
 class TestDiskOfCoarseAlignment(TierSuite):
@@ -62,8 +60,8 @@ class TestDiskOfCoarseAlignment(TierSuite):
         monkeypatch.setattr(direct, "PAGE", 2**16)
 
     @staticmethod
-    def make(folder, blocks, block_nbytes):
-        tier = DiskTier(folder, blocks=blocks, block_nbytes=block_nbytes, call_nbytes=4096)
+    def make(folder, **sizes):
+        tier = DiskTier(folder, call_nbytes=4096, **sizes)
         assert tier.reserve(Record("a", {PART: 1})).end == 2**16
         return tier
 
@@ -145,8 +143,7 @@ def test_file_system_without_direct_calls_is_told_once(tmp_path, monkeypatch):
     monkeypatch.setattr(direct, "_works", lambda fd, alignment: False)
     told: list[str] = []
     with disk(tmp_path, tell=told.append) as tier:
-        place = tier.reserve(Record("r", {PART: 10}))
-        put(tier, place, {PART: content(10, 0)})
+        filled(tier, 10)
         assert "through the kernel's cache" in tier.describe()
     assert len(told) == 1
     assert "O_DIRECT" in told[0]
@@ -195,37 +192,25 @@ def test_no_room_names_bytes_and_gives_back_what_it_took(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "")
 
         monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(
-            TierError, match=r"no room for 40,960 bytes.*\(ENOSPC\).*bytes are free"
-        ):
+        with pytest.raises(TierError, match=r"room for 40,960 bytes.*\(ENOSPC\).*bytes are free"):
             tier.reserve(Record("s", {PART: 40_000}))
         assert os.fstat(int(fd)).st_size == 4096
         monkeypatch.undo()
         put(tier, place, {PART: content(4096, 0)})
-        put(tier, tier.reserve(Record("t", {PART: 10})), {PART: content(10, 0)})
+        filled(tier, 10)
         tier.drain()
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from hpczero.errors import TierError
-from hpczero.tier import DiskTier, Record
-resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-with DiskTier(Path(sys.argv[1]), blocks=1, block_nbytes=2**20) as tier:
-    tier.reserve(Record("small", {"a": 2**19}))
-    try:
-        tier.reserve(Record("large", {"a": 2**20}))
-    except TierError as error:
-        print(error)
-"""
-
-
 def test_limit_of_the_system_on_files_is_an_error_at_reserve(tmp_path):
-    done = run_command([sys.executable, "-c", LIMITED, tmp_path], timeout=60)
-    assert done.returncode == 0, done
-    assert "no room for 1,048,576 bytes beyond 524,288" in done.stdout
-    assert "(EFBIG)" in done.stdout
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with disk(tmp_path) as tier:
+        tier.reserve(Record("small", {"a": 2**19}))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+        try:
+            with pytest.raises(TierError, match=r"1,048,576 bytes beyond 524,288.*\(EFBIG\)"):
+                tier.reserve(Record("large", {"a": 2**20}))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(
@@ -246,9 +231,8 @@ def test_errors_of_the_disk_name_file_place_and_bytes(tmp_path, monkeypatch, cal
             put(tier, place, {PART: content(12_288, 0)})
         tier.drain()
         monkeypatch.setattr(os, call, fails)
-        expected = (
-            rf"{tmp_path}/hpczero-tier\S+ .*{doing} at byte 8,192: .*\({name}\); got 0 of 4,096"
-        )
+        place_of = rf"{tmp_path}/hpczero-tier\S+ .*{doing} at byte 8,192"
+        expected = rf"{place_of}: .*\({name}\); got 0 of 4,096"
         if call == "preadv":
             wait: Any = tier.fetch(place, [PART]).wait
         else:
@@ -286,8 +270,7 @@ def test_file_that_was_cut_is_a_short_read(tmp_path):
     before = descriptors()
     with disk(tmp_path) as tier:
         (fd,) = descriptors() - before
-        place = tier.reserve(Record("r", {PART: 40_960}))
-        put(tier, place, {PART: content(40_960, 0)})
+        place = filled(tier, 40_960)
         tier.drain()
         os.ftruncate(int(fd), 8192)
         with pytest.raises(TierError, match=r"the file ends there; got 8,192 of 40,960 bytes"):
@@ -370,8 +353,6 @@ def test_memory_does_not_grow_with_what_rests(tmp_path):
 
 def test_ranks_may_share_a_folder(tmp_path):
     with disk(tmp_path) as first, disk(tmp_path, accelerator=HostAccelerator()) as second:
-        places = [tier.reserve(Record("r", {PART: 100})) for tier in (first, second)]
-        for seed, (tier, place) in enumerate(zip((first, second), places, strict=True)):
-            put(tier, place, {PART: content(100, seed)})
+        places = [filled(tier, 100, seed) for seed, tier in enumerate((first, second))]
         for seed, (tier, place) in enumerate(zip((first, second), places, strict=True)):
             assert torch.equal(get(tier, place, PART)[PART], content(100, seed))

@@ -6,28 +6,25 @@ import pytest
 import torch
 
 from hpczero.errors import ConfigError, OutOfMemory
-from hpczero.tier import HostTier, Record
+from hpczero.tier import HostTier
 from hpczero.tier import host as host_module
 from tests.helpers.late import LateAccelerator
-from tests.tier.suite import PART, TierSuite, content, get, put
+from tests.tier.suite import PART, TierSuite, content, filled, get
 
 
 class TestHost(TierSuite):
-    @staticmethod
-    def make(folder, blocks, block_nbytes):
-        return HostTier(blocks=blocks, block_nbytes=block_nbytes)
+    make = staticmethod(lambda folder, **sizes: HostTier(**sizes))
 
 
 class TestHostOfALateDevice(TierSuite):
     @staticmethod
-    def make(folder, blocks, block_nbytes):
-        return HostTier(blocks=blocks, block_nbytes=block_nbytes, accelerator=LateAccelerator())
+    def make(folder, **sizes):
+        return HostTier(accelerator=LateAccelerator(), **sizes)
 
 
 def test_what_is_staged_is_a_copy():
     with HostTier(blocks=2, block_nbytes=100) as tier:
-        place = tier.reserve(Record("r", {PART: 100}))
-        put(tier, place, {PART: content(100, 0)})
+        place = filled(tier, 100)
         staged = tier.fetch(place, [PART]).wait()
         staged[PART].zero_()
         assert torch.equal(get(tier, place, PART)[PART], content(100, 0))
@@ -36,9 +33,7 @@ def test_what_is_staged_is_a_copy():
 def test_parts_may_lie_across_slabs(monkeypatch):
     monkeypatch.setattr(host_module, "SLAB_NBYTES", 3 * 4096)
     with HostTier(blocks=2, block_nbytes=100_000) as tier:
-        places = [tier.reserve(Record(str(i), {PART: 9000 * i})) for i in range(10)]
-        for i, place in enumerate(places):
-            put(tier, place, {PART: content(9000 * i, i)})
+        places = [filled(tier, 9000 * i, i) for i in range(10)]
         for i, place in enumerate(places):
             assert torch.equal(get(tier, place, PART)[PART], content(9000 * i, i))
 

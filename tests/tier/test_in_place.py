@@ -13,19 +13,17 @@ from hpczero.tier import InPlaceTier, Place, Record
 from hpczero.tier import host as module
 from tests.helpers import late
 from tests.helpers.late import LateAccelerator
-from tests.tier.suite import PART, TierSuite, content, get, put
+from tests.tier.suite import PART, TierSuite, content, filled, get, put
 
 
 class TestInPlace(TierSuite):
-    @staticmethod
-    def make(folder, blocks, block_nbytes):
-        return InPlaceTier(blocks=blocks, block_nbytes=block_nbytes)
+    make = staticmethod(lambda folder, **sizes: InPlaceTier(**sizes))
 
 
 class TestInPlaceOfALateDevice(TierSuite):
     @staticmethod
-    def make(folder, blocks, block_nbytes):
-        return InPlaceTier(blocks=blocks, block_nbytes=block_nbytes, accelerator=LateAccelerator())
+    def make(folder, **sizes):
+        return InPlaceTier(accelerator=LateAccelerator(), **sizes)
 
 
 @pytest.fixture
@@ -60,8 +58,7 @@ def test_work_begins_behind_the_copies_before_it(tier, monkeypatch):
 
 
 def test_work_begins_behind_the_reads_before_it(tier, monkeypatch):
-    place = tier.reserve(Record("r", {PART: 9000}))
-    put(tier, place, {PART: content(9000, 0)})
+    place = filled(tier, 9000)
     tier.drain()
     monkeypatch.setattr(late, "LATE_S", 50e-3)
     fetch = tier.fetch(place, [PART])
@@ -74,8 +71,7 @@ def test_work_begins_behind_the_reads_before_it(tier, monkeypatch):
 
 
 def test_a_copy_waits_until_the_work_has_ended(tier):
-    place = tier.reserve(Record("r", {PART: 9000}))
-    put(tier, place, {PART: content(9000, 0)})
+    place = filled(tier, 9000)
     opening = tier.open(place, [PART])
     put(tier, place, {PART: content(9000, 1)})  # the next gradient comes down
     ended = threading.Event()
@@ -95,8 +91,7 @@ def test_a_copy_waits_until_the_work_has_ended(tier):
 
 
 def test_a_read_sees_what_the_work_has_made(tier):
-    place = tier.reserve(Record("r", {PART: 9000}))
-    put(tier, place, {PART: content(9000, 0)})
+    place = filled(tier, 9000)
     opening = tier.open(place, [PART])
     fetch = tier.fetch(place, [PART])
     parts = opening.wait()
@@ -157,9 +152,7 @@ def test_room_that_was_given_back_at_the_end_of_a_slab_holds_no_record_across_it
     with InPlaceTier(blocks=2, block_nbytes=100_000) as tier:
 
         def reserve(name: str, pages: int) -> Place:
-            place = tier.reserve(Record(name, {PART: page * pages}))
-            put(tier, place, {PART: content(page * pages, pages)})
-            return place
+            return filled(tier, page * pages, pages, name)
 
         def holds(place: Place) -> bool:
             wanted = content(place.end - place.begin, (place.end - place.begin) // page)

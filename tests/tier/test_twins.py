@@ -11,26 +11,20 @@ from torch import Tensor
 
 from hpczero.errors import TierError
 from hpczero.tier import Record
-from tests.tier.suite import PART, TierSuite, content, get, put
+from tests.tier.suite import PART, TierSuite, content, filled, get, put
 from tests.tier.twins import SPOILED, FailingTier, LateTier, PageTier, SlowTier
 
 
 class TestSlow(TierSuite):
-    @staticmethod
-    def make(folder, blocks, block_nbytes):
-        return SlowTier(blocks=blocks, block_nbytes=block_nbytes)
+    make = staticmethod(lambda folder, **sizes: SlowTier(**sizes))
 
 
 class TestLate(TierSuite):
-    @staticmethod
-    def make(folder, blocks, block_nbytes):
-        return LateTier(blocks=blocks, block_nbytes=block_nbytes)
+    make = staticmethod(lambda folder, **sizes: LateTier(**sizes))
 
 
 class TestFailingThatDoesNotFail(TierSuite):
-    @staticmethod
-    def make(folder, blocks, block_nbytes):
-        return FailingTier(blocks=blocks, block_nbytes=block_nbytes)
+    make = staticmethod(lambda folder, **sizes: FailingTier(**sizes))
 
 
 def test_late_tier_shows_who_keeps_a_part_after_evicting_it():
@@ -47,8 +41,7 @@ def test_late_tier_shows_who_keeps_a_part_after_evicting_it():
 
 def test_read_error_is_raised_at_every_wait_and_the_block_comes_back():
     with FailingTier(doing="read", last=1, blocks=1) as tier:
-        place = tier.reserve(Record("r", {PART: 10}))
-        put(tier, place, {PART: content(10, 0)})
+        place = filled(tier, 10)
         fetch = tier.fetch(place, [PART])
         for _ in range(2):
             with pytest.raises(TierError, match=r"read at byte 0: .*\(EIO\); got 0 of 4,096 bytes"):
@@ -73,8 +66,7 @@ def test_write_error_is_told_by_the_write_the_fetch_and_the_drain_until_it_is_wr
 
 def test_error_in_one_of_many_calls_fails_the_whole_part():
     with FailingTier(doing="write", first=2, last=3, block_nbytes=2**20) as tier:
-        place = tier.reserve(Record("r", {PART: 2**20}))
-        put(tier, place, {PART: content(2**20, 0)})
+        filled(tier, 2**20)
         with pytest.raises(TierError, match="EIO"):
             tier.drain()
 
@@ -85,8 +77,7 @@ def test_no_room_is_told_at_once_and_leaves_the_tier_usable():
         with pytest.raises(TierError, match="ENOSPC"):
             tier.reserve(Record("s", {PART: 10}))
         put(tier, place, {PART: content(10, 0)})
-        third = tier.reserve(Record("t", {PART: 10}))
-        put(tier, third, {PART: content(10, 1)})
+        filled(tier, 10)
         assert torch.equal(get(tier, place, PART)[PART], content(10, 0))
 
 
@@ -96,8 +87,7 @@ def test_errors_that_no_medium_foresaw_are_named_too():
             raise ZeroDivisionError("oops")
 
     with Broken(blocks=1, block_nbytes=10) as tier:
-        place = tier.reserve(Record("r", {PART: 10}))
-        put(tier, place, {PART: content(10, 0)})
+        place = filled(tier, 10)
         with pytest.raises(TierError, match="fetch of master of 'r': ZeroDivisionError: oops"):
             tier.fetch(place, [PART]).wait()
 
@@ -155,6 +145,5 @@ def test_lanes_work_side_by_side(tmp_path):
             super()._write(source, offset)
 
     with Meeting(blocks=1, block_nbytes=3 * 2**18, lanes=3) as tier:
-        place = tier.reserve(Record("r", {PART: 3 * 2**18}))
-        put(tier, place, {PART: content(3 * 2**18, 0)})
+        filled(tier, 3 * 2**18)
         tier.drain()

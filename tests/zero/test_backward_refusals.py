@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import hpczero
 from hpczero.errors import StepError
 from tests.helpers.small_models import MLP, adamw, mlp_input
 from tests.helpers.world import World
@@ -127,7 +127,7 @@ HIDDEN: list[Tensor] = []
 
 @pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_a_way_into_a_unit_that_nobody_sees_is_an_error_on_every_transport(
+def test_a_way_into_a_unit_that_nobody_sees_is_an_error(
     world: World, transport, strict, monkeypatch
 ):
     monkeypatch.setenv("HPCZERO_STRICT", strict)
@@ -136,9 +136,7 @@ def test_a_way_into_a_unit_that_nobody_sees_is_an_error_on_every_transport(
         HIDDEN.clear()
         model(mlp_input(world.rank))
         # On memory that lasts the error is ours; where it is gone torch is the first to notice.
-        with pytest.raises(
-            (StepError, RuntimeError), match=r"no hook sees|of size 0|not allocated"
-        ):
+        with pytest.raises((StepError, RuntimeError), match=r"hook sees|of size 0|not allocated"):
             HIDDEN[0].backward()
         HIDDEN.clear()
         model.zero_grad()
@@ -152,31 +150,25 @@ def hidden_loss(model: nn.Module, rank: int, *, alone: bool) -> Tensor:
 
 def with_a_hook(model: Hidden) -> Hidden:
     """A penalty on a unit's weight, made in a forward hook of the user's."""
-    unit = model.layers[2]
-    unit.register_forward_hook(
-        lambda module, args, output: HIDDEN.append(HIDDEN.pop() + module[0].weight.square().sum())
-    )
+
+    def penalty(module: Any, args: Any, output: Tensor) -> None:
+        HIDDEN.append(HIDDEN.pop() + module[0].weight.square().sum())
+
+    model.layers[2].register_forward_hook(penalty)
     return model
 
 
 @STAGES
 @pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
 @pytest.mark.parametrize(("later", "alone"), [(True, True), (True, False), (False, False)], ids=str)
-def test_what_is_put_where_nobody_looks_trains_as_in_plain_torch(
+def test_what_is_put_where_nobody_looks_trains_as_plainly(
     world: World, stage, transport, later, alone
 ):
     plain = with_a_hook(Hidden(later=later))
-    total = sum(hidden_loss(plain, rank, alone=alone) / world.size for rank in range(world.size))
-    assert isinstance(total, Tensor)
-    total.backward()
     model = with_a_hook(Hidden(later=later))
     with world.zeroified(model, adamw(model), stage=stage, transport=transport):
-        hidden_loss(model, world.rank, alone=alone).backward()
-        for name, found in hpczero.full_gradients(model).items():
-            expected = plain.get_parameter(name).grad
-            none = torch.zeros_like(found)
-            close = torch.allclose(found, none if expected is None else expected, atol=1e-5)
-            world.check(close, name)
+        world.backward(model, plain, partial(hidden_loss, alone=alone))
+        world.check_gradients(model, plain, within=1e-5)
 
 
 @pytest.mark.parametrize("transport", ["flat", "hierarchical", "window"])

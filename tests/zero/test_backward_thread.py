@@ -64,28 +64,18 @@ def trained(
         return losses, hpczero.full_state_dict(model)
 
 
-def check(world: World, stage: int, transport: str, **options: Any) -> None:
-    """Both threads leave the same bits, in bf16. Collective over ``comm``."""
-    options |= {"stage": stage, "transport": transport, "precision": "bf16"}
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("flat", marks=pytest.mark.ranks(1)), "ipc", "hierarchical"]
+)
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_both_threads_leave_the_same_bits(world: World, stage, transport, recomputes, forwards):
+    options = {"stage": stage, "transport": transport, "precision": "bf16"}
+    options |= {"recomputes": recomputes, "forwards": forwards}
     losses, weights = trained(world, apart, **options)
     expected, its_weights = trained(world, here, **options)
     world.check_state(weights, its_weights)
     same = [loss.hex() for loss in losses] == [loss.hex() for loss in expected]
     world.check(same, f"{losses}, on the thread of forward {expected}")
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("forwards", [1, 2])
-def test_one_rank(world: World, stage, recomputes, forwards):
-    check(world, stage, "flat", recomputes=recomputes, forwards=forwards)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("transport", ["ipc", "hierarchical"])
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("forwards", [1, 2])
-def test_two_ranks(world: World, stage, transport, recomputes, forwards):
-    check(world, stage, transport, recomputes=recomputes, forwards=forwards)

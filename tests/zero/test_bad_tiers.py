@@ -42,7 +42,7 @@ def trained(training: Training) -> tuple[list[Numbers], list[torch.Tensor]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", [SlowTier, LateTier])
-def test_a_training_whose_last_rank_has_a_bad_tier_has_the_bits_of_memory(
+def test_a_bad_tier_on_one_rank_gives_the_bits_of_memory(
     world: World, folder, kind, stage, precision
 ):
     options: dict[str, Any] = {"stage": stage, "precision": precision}
@@ -123,7 +123,7 @@ def said_by_all(world: World, call: Callable[[], object]) -> str:
 @pytest.mark.parametrize("lasting", [False, True])
 @pytest.mark.parametrize("doing", ["read", "write"])
 @pytest.mark.parametrize("which", ["state", "inputs"])
-def test_wherever_in_a_step_a_tier_fails_it_is_one_error_and_a_checkpoint_goes_on(
+def test_wherever_in_a_step_a_tier_fails_a_checkpoint_goes_on(
     world: World, folder, which, doing, lasting
 ):
     failing = Failing(world, folder)
@@ -147,9 +147,7 @@ def test_wherever_in_a_step_a_tier_fails_it_is_one_error_and_a_checkpoint_goes_o
 
 
 @pytest.mark.parametrize("lasting", [False, True])
-def test_wherever_in_a_save_a_tier_fails_it_is_one_error_and_training_goes_on(
-    world: World, folder, lasting
-):
+def test_wherever_in_a_save_a_tier_fails_training_goes_on(world: World, folder, lasting):
     failing = Failing(world, folder)
     training = failing.training
     save = partial(training.save, "other")
@@ -165,9 +163,7 @@ def test_wherever_in_a_save_a_tier_fails_it_is_one_error_and_training_goes_on(
 
 @pytest.mark.worth("a failing disk is one error on all ranks")
 @pytest.mark.parametrize("lasting", [False, True])
-def test_wherever_in_a_load_a_tier_fails_it_is_one_error_and_the_next_load_goes_on(
-    world: World, folder, lasting
-):
+def test_wherever_in_a_load_a_tier_fails_the_next_load_goes_on(world: World, folder, lasting):
     failing = Failing(world, folder)
     training = failing.training
     for k, said in failing.sweep("state", "write", training.load, lasting=lasting):

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
 
 @pytest.mark.parametrize("kind", [TierError, ValueError])
-def test_what_fails_on_the_thread_is_one_error_of_the_next_step(
+def test_what_fails_on_the_thread_is_an_error_of_the_next_step(
     world: World, folder, monkeypatch, kind
 ):
     with delayed(world) as (_, model, optimizer):
@@ -73,9 +73,7 @@ CHANGES: dict[str, Callable[[torch.optim.Optimizer], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_state_that_changes_under_an_update_is_refused_and_may_change_after_it(
-    world: World, folder, change
-):
+def test_state_that_changes_under_an_update_is_refused(world: World, folder, change):
     with delayed(world) as (_, model, optimizer):
         take_steps(model, optimizer, world.rank, range(2))
         saved = hpczero.checkpoint.Checkpoints(folder, model)
@@ -111,10 +109,6 @@ def test_whole_parameters_inside_a_call_are_refused_while_an_update_is_on_its_wa
         ({"gradients": "device"}, "delayed with gradients on device"),
         ({"parameters": "host"}, "delayed with parameters on host"),
         ({"fraction": 0.5}, "delayed with fraction 0.5"),
-        (
-            {"optimizer": "disk", "gradients": "disk", "step": "device", "folder": "x"},
-            "step device",
-        ),
     ],
 )
 def test_a_delay_that_cannot_be_right_is_refused(world: World, changes, text):
@@ -127,6 +121,5 @@ def test_several_optimizers_are_refused(world: World):
     model = MLP()
     first, *others = model.parameters()
     both = (torch.optim.AdamW([first]), torch.optim.AdamW(others))
-
-    start = lambda: hpczero.zeroify(model, both, topology=world.topology, offload=OFFLOAD)  # noqa: E731
+    start = world.zeroified(model, both, offload=OFFLOAD).__enter__
     world.raises(PlanError, "2 optimizers, expected one", start)

@@ -62,18 +62,14 @@ def test_the_thread_of_a_dropped_models_own_topology_ends(comm):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_number_of_units_does_not_count_in_descriptors(world: World, stage):
+    def each_child(module: nn.Module) -> list[tuple[str]]:
+        return [(name,) for name, _ in module.named_children()]
+
     taken = []
     for units in (2, 40):
         model = nn.ModuleList(nn.Linear(2, 2) for _ in range(units))
+        options = {"stage": stage, "transport": "window", "rule": each_child}
         before = _descriptors()
-        hpczero.zeroify(
-            model,
-            sgd(model),
-            stage=stage,
-            topology=world.topology,
-            transport="window",
-            rule=lambda module: [(name,) for name, _ in module.named_children()],
-        )
-        taken.append(_descriptors() - before)
-        hpczero.release(model)
+        with world.zeroified(model, sgd(model), **options):
+            taken.append(_descriptors() - before)
     world.check(taken[0] == taken[1], f"{taken} descriptors for 2 and for 40 units")

@@ -39,9 +39,7 @@ def test_buffer_that_is_a_dtensor_is_refused_by_name(world: World, persistent):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_input_that_is_a_dtensor_is_torchs_error_and_the_model_goes_on(
-    world: World, stage, precision
-):
+def test_input_that_is_a_dtensor_is_torchs_error(world: World, stage, precision):
     """Plain torch refuses it too beside plain parameters."""
     with bridge(world.comm):
         mesh, model = init_device_mesh("cpu", (world.size,)), MLP()

@@ -2,74 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from contextlib import ExitStack
 
 import pytest
-import torch
 
 import hpczero
-from hpczero import Offload
 from hpczero.errors import StepError, TierError
-from hpczero.tier import StagedTier
-from hpczero.zero.sharding import Sharding
 from tests.helpers.small_models import MLP, adamw, mlp_backward, mlp_steps, same_state
 from tests.helpers.world import World
+from tests.zero.away_steps import broken, on
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
-OFFLOAD = Offload("host", "host", "host", window=2**14, buffers=4)
-GRADIENTS_TOO = Offload("host", "host", window=2**14, buffers=4)
+OFFLOAD = on("host")
+GRADIENTS_TOO = on("host", parts=2)
 TRANSPORTS = ["flat", "hierarchical", "window"]
-
-
-@contextmanager
-def unreadable(sharding: Sharding, *, here: bool, after: int = 0) -> Iterator[None]:
-    """Reads of this rank's tier fail inside, where ``here``, but for the first ``after``."""
-    store = sharding.away.store
-    assert store is not None
-    tier = store.tier
-    assert isinstance(tier, StagedTier)
-    read: Callable[[torch.Tensor, int], None] = tier._read
-    done = 0
-
-    def broken(into: torch.Tensor, offset: int) -> None:
-        nonlocal done
-        done += 1
-        if done > after:
-            raise TierError(f"offset {offset}: input/output error")
-        read(into, offset)
-
-    if here:
-        tier._read = broken  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if here:
-            del tier._read
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_parameters_that_cannot_be_read_are_one_error_and_the_next_step_is_right(
-    world: World, transport, precision, after
-):
+def test_parameters_that_cannot_be_read_are_one_error(world: World, transport, precision, after):
     ended = []
-    for broken in (False, True):
+    for fails in (False, True):
         options = {"offload": OFFLOAD, "transport": transport, "precision": precision}
         with world.mlp(adamw, **options) as (model, optimizer):
             sharding = hpczero.sharding(model)
             mlp_steps(model, optimizer, world.rank)
-            if broken:
+            if fails:
                 last = world.size - 1
+                here = world.rank == last
 
                 def train(model: MLP = model) -> None:
                     for _ in range(3):
                         mlp_backward(model, world.rank)
 
-                with unreadable(sharding, here=world.rank == last, after=after):
-                    here = world.rank == last
+                with broken(sharding, "_read", here=here, when=lambda call, _: call >= after):
                     said = "input/output error" if here else f"tier of rank.s. .{last}."
                     message = world.raises(TierError, said, train)
                 assert "unit" in message
@@ -80,14 +49,15 @@ def test_parameters_that_cannot_be_read_are_one_error_and_the_next_step_is_right
     world.check_state(*ended)
 
 
-def test_gradients_that_cannot_be_read_are_one_error_of_the_step(world: World):
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_gradients_that_cannot_be_read_are_one_error_of_the_step(world: World, norm_type):
     with world.mlp(adamw, stage=2, offload=GRADIENTS_TOO) as (model, optimizer):
         sharding = hpczero.sharding(model)
         mlp_backward(model, world.rank)
         before = hpczero.full_state_dict(model)
-        with unreadable(sharding, here=world.rank == 0):
+        with broken(sharding, "_read", here=world.rank == 0):
             mlp_backward(model, world.rank)  # is added to what cannot be read
-            norm = hpczero.clip_grad_norm_(model, 1.0)
+            norm = hpczero.clip_grad_norm_(model, 1.0, norm_type)
             world.check(norm != norm, "a norm of what could not be read")
         world.raises(TierError, "input/output error", optimizer.step)
         world.raises(TierError, "input/output error", lambda: hpczero.full_gradients(model))
@@ -99,15 +69,6 @@ def test_gradients_that_cannot_be_read_are_one_error_of_the_step(world: World):
         world.check(stepped or world.rank > 0, "no step")
 
 
-def test_norms_of_gradients_that_cannot_be_read_are_one_error_of_the_step(world: World):
-    with world.mlp(adamw, stage=2, offload=GRADIENTS_TOO) as (model, optimizer):
-        sharding = hpczero.sharding(model)
-        mlp_backward(model, world.rank)
-        with unreadable(sharding, here=world.rank == 0):
-            hpczero.clip_grad_norm_(model, 1.0, float("inf"))
-        world.raises(TierError, "input/output error", optimizer.step)
-
-
 def test_gathering_and_releasing_hold_nothing_where_a_part_cannot_be_read(world: World):
     with world.mlp(adamw, stage=3, offload=OFFLOAD) as (model, optimizer):
         sharding = hpczero.sharding(model)
@@ -117,7 +78,7 @@ def test_gathering_and_releasing_hold_nothing_where_a_part_cannot_be_read(world:
             with hpczero.gathered(model):
                 pytest.fail("it is not whole")
 
-        with unreadable(sharding, here=world.rank == 0, after=1):
+        with broken(sharding, "_read", here=world.rank == 0, when=lambda call, _: call >= 1):
             world.raises(TierError, "", gather)
             world.raises(TierError, "", lambda: hpczero.release(model, whole=True))
         with hpczero.gathered(model):
@@ -136,12 +97,9 @@ def test_values_changed_inside_gathered_that_cannot_be_kept_are_doubted(world: W
                 if world.rank == 0:
                     for parameter in model.parameters():
                         parameter.data.mul_(2)
-                broken.__enter__()
+                stack.enter_context(broken(sharding, "_read", here=world.rank == 0))
 
-        broken = unreadable(sharding, here=world.rank == 0)
-        try:
+        with ExitStack() as stack:
             world.raises(TierError, "input/output error", change)
-        finally:
-            broken.__exit__(None, None, None)
         with pytest.raises(StepError, match="load a checkpoint"):
             mlp_backward(model, world.rank)

@@ -36,15 +36,13 @@ def test_a_missing_optimizer_is_asked_for(world: World):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_optimizer_made_after_zeroify_is_told_what_to_do(world: World, stage):
     model = MLP()
-    hpczero.zeroify(model, sgd(model), stage=stage, topology=world.topology, transport="flat")
-    late = torch.optim.AdamW(model.parameters())
-    mlp_backward(model, world.rank)
-    with pytest.raises(
-        StepError, match=r"the AdamW that steps .* make the optimizer before"
-    ) as told:
-        late.step()
-    assert len(str(told.value)) < 200
-    hpczero.release(model)
+    with world.zeroified(model, sgd(model), stage=stage, transport="flat"):
+        late = torch.optim.AdamW(model.parameters())
+        mlp_backward(model, world.rank)
+        said = r"the AdamW that steps .* make the optimizer before"
+        with pytest.raises(StepError, match=said) as told:
+            late.step()
+        assert len(str(told.value)) < 200
 
 
 def test_values_for_sharded_parameters_are_refused_in_one_sentence(world: World):

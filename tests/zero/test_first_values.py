@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +21,10 @@ from hpczero.zero.filling import GAP, SAMPLE, SPAN
 from tests.helpers.small_models import adamw
 from tests.helpers.world import World
 from tests.parallel.layouts import laid_out
+from tests.zero.away_steps import on
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4)]
 
-Tier = Literal["host", "disk"]
 SEED = 7
 CONFIG = GPTConfig(vocab_size=61, context=12, layers=3, hidden=36, heads=3)
 # Parts of a matrix cut by columns lie so far apart that some are drawn one by one.
@@ -72,10 +71,6 @@ def check_parameters(world: World, model: nn.Module) -> None:
     world.check(not wrong, wrong)
 
 
-def place_of(tier: Tier, folder: Path) -> str | None:
-    return str(folder) if tier == "disk" else None
-
-
 @contextmanager
 def begun(world: World, initialize: Any, **options: Any) -> Iterator[nn.Module]:
     """Sharded inside."""
@@ -105,8 +100,7 @@ def test_frozen_parameters_in_half_precision_are_drawn_too(world: World, stage):
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_shards_on_a_tier_are_drawn_too(world: World, folder, stage, tier):
-    parameters: Literal["device", "host", "disk"] = tier if stage == 3 else "device"
-    offload = hpczero.Offload(tier, tier, parameters, folder=place_of(tier, folder))
+    offload = on(tier, folder, parts=3 if stage == 3 else 2)
     with begun(world, Counted(), stage=stage, offload=offload) as model:
         check_bits(world, model)
 
@@ -182,11 +176,44 @@ def test_ranks_without_an_element_and_parameters_without_one(world: World, stage
 # --- refused
 
 
+class Sequence(Counted):
+    """Each call goes on where the last one stopped, equally on every rank."""
+
+    def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
+        self.drawn += 1
+        values.fill_(self.drawn)
+
+
+class Failing(Counted):
+    def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
+        if name == "blocks.1.mlp.expansion.weight" and start > SAMPLE:
+            raise PlanError("no such weight")
+        super().fill_range(name, shape, start, values)
+
+
+OTHER_KIND = r"rank\(s\) \[1\] built another model.* or has another kind of initialize"
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "another seed": (
+        lambda: on_meta().initial_weights(seed=SEED + 1),
+        r"gave other values on rank 1 .*'wte.weight' .*keyed by \(seed, name\)",
+    ),
+    "whole": (lambda: on_meta().initial_weights(seed=SEED).__call__, OTHER_KIND),
+    "later": (lambda: hpczero.loaded_later, OTHER_KIND),
+    "an error": (Failing, r"on rank\(s\) 1, could not .*no such weight"),
+}
+
+
 @pytest.mark.ranks(2, 3)
-def test_ranks_with_other_seeds_are_refused(world: World):
-    initialize = on_meta().initial_weights(seed=SEED + (world.rank == 1))
-    said = r"gave other values on rank 1 .*'wte.weight' .*keyed by \(seed, name\)"
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_initialize_on_one_rank_is_refused(world: World, other):
+    make, said = OTHERS[other]
+    initialize = make() if world.rank == 1 else on_meta().initial_weights(seed=SEED)
     world.raises(PlanError, said, begun(world, initialize).__enter__)
+
+
+def test_a_sequence_instead_of_a_function_is_refused(world: World):
+    said = "other values for elements .* when they were asked for again, in another range"
+    world.raises(PlanError, said, begun(world, Sequence()).__enter__)
 
 
 @pytest.mark.ranks(4)
@@ -206,70 +233,26 @@ def test_layouts_with_other_seeds_are_refused(world: World, degrees):
         world.raises(PlanError, said, lambda: hpczero.zeroify(model, optimizer, **how))
 
 
-def test_a_sequence_instead_of_a_function_is_refused(world: World):
-    class Sequence(InitialWeights):
-        """Each call goes on where the last one stopped, equally on every rank."""
-
-        def __init__(self) -> None:
-            super().__init__(seed=SEED, layers=2)
-            self.generator = torch.Generator().manual_seed(1)
-
-        def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
-            values.normal_(generator=self.generator)
-
-    said = "other values for elements .* when they were asked for again, in another range"
-    world.raises(PlanError, said, begun(world, Sequence()).__enter__)
-
-
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("other", ["whole", "later"])
-def test_another_kind_of_initialize_on_one_rank_is_refused(world: World, other):
-    others = {"whole": on_meta().initial_weights(seed=SEED).__call__, "later": hpczero.loaded_later}
-    initialize = others[other] if world.rank == 1 else Counted()
-    said = r"rank\(s\) \[1\] built another model.* or has another kind of initialize"
-    world.raises(PlanError, said, begun(world, initialize).__enter__)
-
-
-@pytest.mark.ranks(2, 3)
-def test_an_error_on_one_rank_is_everybodys(world: World):
-    class Failing(InitialWeights):
-        def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
-            if world.rank == 1 and name == "blocks.1.mlp.expansion.weight" and start > SAMPLE:
-                raise PlanError("no such weight")
-            super().fill_range(name, shape, start, values)
-
-    said = r"on rank\(s\) 1, could not .*no such weight"
-    initialize = Failing(seed=SEED, layers=2)
-    world.raises(PlanError, said, begun(world, initialize).__enter__)
-
-
 # --- a checkpoint follows
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_model_that_awaits_a_checkpoint_has_its_values_after_the_load(
-    world: World, folder, stage, precision
-):
+@pytest.mark.parametrize(
+    ("stage", "tier"), [(0, None), (1, None), (2, None), (3, None), (3, "host"), (3, "disk")]
+)
+def test_a_checkpoint_that_is_awaited_brings_values(world: World, folder, stage, tier, precision):
+    options: dict[str, Any] = {"stage": stage, "precision": precision}
+    if tier:
+        options["offload"] = on(tier, folder)
     with begun(world, Counted(), stage=3) as model:
-        hpczero.checkpoint.save(folder, model, step=0)
-    with begun(world, hpczero.loaded_later, stage=stage, precision=precision) as model:
-        hpczero.checkpoint.load(folder, model)
+        hpczero.checkpoint.save(folder / "saved", model, step=0)
+    with begun(world, hpczero.loaded_later, **options) as model:
+        hpczero.checkpoint.load(folder / "saved", model)
         check_bits(world, model)
         tokens = torch.arange(24).reshape(2, 12)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         world.check(bool(torch.isfinite(loss)), f"loss {loss}")
-
-
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_checkpoint_is_awaited_on_a_tier_too(world: World, folder, tier):
-    offload = hpczero.Offload(tier, tier, tier, folder=place_of(tier, folder))
-    with begun(world, Counted(), stage=3) as model:
-        hpczero.checkpoint.save(folder / "saved", model, step=0)
-    with begun(world, hpczero.loaded_later, stage=3, offload=offload) as model:
-        hpczero.checkpoint.load(folder / "saved", model)
-        check_bits(world, model)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -287,9 +270,7 @@ def test_a_model_that_awaits_a_checkpoint_cannot_be_used(world: World, folder, s
             "state": lambda: hpczero.full_state_dict(model),
             "save": lambda: hpczero.checkpoint.save(folder, model, step=0),
         }
-        said = (
-            "initialize=hpczero.loaded_later, and no checkpoint has been loaded; load a checkpoint"
-        )
+        said = "loaded_later, and no checkpoint has been loaded; load a checkpoint"
         if use == "forward":  # which no rank waits in for another
             with pytest.raises(StepError, match=said):
                 uses[use]()

@@ -51,9 +51,7 @@ def full(world: World, disk: Path, left_nbytes: int) -> Iterator[None]:
         world.comm.Barrier()
 
 
-def test_a_disk_without_room_for_the_state_is_told_at_the_start_and_keeps_nothing(
-    world: World, folder, disk
-):
+def test_a_disk_without_room_for_the_state_keeps_nothing(world: World, folder, disk):
     memory = Training(world.topology, folder / "memory")
     expected = memory.step()
     memory.close()
@@ -71,9 +69,7 @@ def test_a_disk_without_room_for_the_state_is_told_at_the_start_and_keeps_nothin
     training.close()
 
 
-def test_a_disk_that_runs_full_under_inputs_of_blocks_is_one_error_of_the_step(
-    world: World, folder, disk
-):
+def test_a_disk_that_runs_full_under_inputs_is_one_error_of_the_step(world: World, folder, disk):
     memory = Training(world.topology, folder / "memory")
     expected = memory.step()
     memory.close()
@@ -99,9 +95,7 @@ def short_files(*, here: bool, nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nbytes", [4096, 2**15, 2**16])
-def test_a_write_that_the_system_refuses_in_mid_step_is_one_error_and_a_checkpoint_goes_on(
-    world: World, folder, nbytes
-):
+def test_a_write_that_the_system_refuses_is_one_error(world: World, folder, nbytes):
     training = Training(world.topology, folder, tier=partial(DiskTier, folder))
     training.step(save=True)
     expected = training.step()

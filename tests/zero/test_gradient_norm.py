@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -47,14 +48,21 @@ def gradients(model: nn.Module) -> npt.NDArray[np.float64]:
     return np.concatenate([gradient.numpy().astype(np.float64) for gradient in found])
 
 
+@contextmanager
+def sloped(world: World, slopes: list[Tensor], **options: Any) -> Iterator[nn.Module]:
+    """A model whose gradients on this rank are ``slopes``, sharded inside, after its backward."""
+    model = nn.Sequential(*map(Slope, slopes))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with world.zeroified(model, optimizer, **options):
+        model(torch.zeros(())).backward()
+        yield model
+
+
 @pytest.mark.parametrize("numel", [10**5, 10**6, pytest.param(10**7, marks=pytest.mark.slow)])
 def test_clipping_is_by_the_norm_of_fp64_in_every_stage(world: World, numel):
     norms = []
     for stage in STAGES:
-        model = nn.Sequential(*map(Slope, slopes(numel, rank=world.rank)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with world.zeroified(model, optimizer, stage=stage):
-            model(torch.zeros(())).backward()
+        with sloped(world, slopes(numel, rank=world.rank), stage=stage) as model:
             before = gradients(model)
             norms.append(hpczero.clip_grad_norm_(model, 0.5))
             after = gradients(model)
@@ -70,10 +78,7 @@ def test_clipping_is_by_the_norm_of_fp64_in_every_stage(world: World, numel):
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_values_whose_squares_fp32_cannot_hold(world: World, scale):
     for stage in STAGES:
-        model = nn.Sequential(*map(Slope, slopes(5000, rank=world.rank, scale=scale)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with world.zeroified(model, optimizer, stage=stage):
-            model(torch.zeros(())).backward()
+        with sloped(world, slopes(5000, rank=world.rank, scale=scale), stage=stage) as model:
             expected = float(np.linalg.norm(gradients(model)))
             found = hpczero.clip_grad_norm_(model, math.inf)
         world.check(found == pytest.approx(expected, rel=1e-12, abs=0.0), found)
@@ -84,11 +89,8 @@ def test_norms_of_what_is_not_finite(world: World, value):
     mine = slopes(1000, rank=world.rank)
     if world.rank == world.size - 1:
         mine[2][3] = value
-    model = nn.Sequential(*map(Slope, mine))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rule = lambda model: [(name,) for name, _ in model.named_children()]  # noqa: E731
-    with world.zeroified(model, optimizer, stage=2, rule=rule):
-        model(torch.zeros(())).backward()
+    with sloped(world, mine, stage=2, rule=rule) as model:
         found = [hpczero.clip_grad_norm_(model, math.inf, norm_type=p) for p in (2.0, math.inf)]
         world.check(all(str(f) == str(value) for f in found), found)
 

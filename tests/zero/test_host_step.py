@@ -6,12 +6,10 @@ both sides round alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import hpczero
 from hpczero import Offload
@@ -23,13 +21,10 @@ from tests.helpers import late
 from tests.helpers.late import LateAccelerator
 from tests.helpers.small_models import MLP, adamw, mlp_backward, same_state
 from tests.helpers.world import World
+from tests.zero.away_steps import SIZES, Maker, broken, check_bits, on, train, trained
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
-WINDOW = 2**14
-SIZES = (7, 131, 97, 3)  # shards of several windows
-
-Maker = Callable[[Any], torch.optim.Optimizer]
 MAKERS: dict[str, Maker] = {
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "Adam foreach amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True, amsgrad=True),
@@ -40,44 +35,12 @@ MAKERS: dict[str, Maker] = {
 
 
 def host(parts: int, **options: Any) -> Offload:
-    """The optimizer on the host; with more parts gradients and parameters too."""
-    where: list[Any] = ["host" if parts > place else "device" for place in range(3)]
-    options = {"window": WINDOW, "buffers": 4, "step": "host", **options}
-    return Offload(where[0], where[1], where[2], **options)
+    return on("host", parts=parts, step="host", **options)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    """Steps of one or two micro-batches, reduced once or twice, clipped; one is added to the gradient before it."""
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    for step in steps:
-        if step % 3 == 1:
-            with hpczero.no_sync(model):
-                mlp_backward(model, rank)
-        elif step % 3 == 2:
-            mlp_backward(model, rank)
-        mlp_backward(model, rank)
-        if step % 2:
-            hpczero.clip_grad_norm_(model, 0.05)
-        optimizer.step()
-        if step != 3:
-            optimizer.zero_grad()
-        scheduler.step()
-
-
-def trained(world: World, make: Maker, **options: Any) -> dict[str, torch.Tensor] | None:
-    model = MLP(SIZES)
-    optimizer = make(model.parameters())
-    with world.zeroified(model, optimizer, **{"device": LateAccelerator(), **options}):
-        train(model, optimizer, world.rank, range(6))
-        return hpczero.full_state_dict(model)
-
-
-def check_bits(
-    world: World, offload: Offload, make: Maker = MAKERS["AdamW fused"], **options: Any
-) -> None:
-    """A training gives the bits of memory."""
-    kept = trained(world, make, **options)
-    world.check_state(trained(world, make, offload=offload, **options), kept)
+def late_bits(world: World, offload: Offload, make: Maker, **options: Any) -> None:
+    """A training beside a late device gives the bits of memory."""
+    check_bits(world, make, offload, device=LateAccelerator(), **options)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -87,25 +50,26 @@ def check_bits(
 def test_the_bits_are_those_of_an_update_in_memory(world: World, parts, make, transport, precision):
     stage = 3 if parts == 3 else 1 + world.size % 3
     options = {"stage": stage, "transport": transport, "precision": precision}
-    check_bits(world, host(parts), make, **options)
+    late_bits(world, host(parts), make, **options)
 
 
 @pytest.mark.parametrize("fraction", [0.2, 0.6])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_both_sides_step_at_once(world: World, parts, precision, fraction):
-    check_bits(world, host(parts, fraction=fraction), stage=3, precision=precision)
+    offload = host(parts, fraction=fraction)
+    late_bits(world, offload, MAKERS["AdamW fused"], stage=3, precision=precision)
 
 
 def test_on_the_host_itself_too(world: World):
-    check_bits(world, host(3), stage=3, device="cpu")
+    check_bits(world, MAKERS["AdamW fused"], host(3), stage=3, device="cpu")
 
 
 @pytest.mark.parametrize("what", ["arrival of values", "arrival of gradients"])
 def test_the_late_twin_sees_a_wait_that_is_missing(world: World, monkeypatch, what):
     """Else the tests above would prove nothing."""
     monkeypatch.setattr(late, "LATE_S", 20e-3)
-    options = {"stage": 2, "precision": "bf16"}
+    options: Any = {"stage": 2, "precision": "bf16", "device": LateAccelerator()}
     kept = trained(world, MAKERS["AdamW fused"], **options)
     if what == "arrival of values":
         monkeypatch.setattr(away_shard.Near, "settle", lambda self: None)
@@ -123,9 +87,10 @@ def test_the_late_twin_sees_a_wait_that_is_missing(world: World, monkeypatch, wh
 
 def test_an_implementation_that_nobody_chose_is_the_fused_one(world: World):
     nobody: Maker = lambda p: torch.optim.AdamW(p, lr=1e-2)  # noqa: E731
-    fused = trained(world, MAKERS["AdamW fused"], stage=2)
-    loops = trained(world, nobody, stage=2)
-    found = trained(world, nobody, stage=2, offload=host(2))
+    options: Any = {"stage": 2, "device": LateAccelerator()}
+    fused = trained(world, MAKERS["AdamW fused"], **options)
+    loops = trained(world, nobody, **options)
+    found = trained(world, nobody, offload=host(2), **options)
     world.check_state(found, fused)
     world.check(world.rank > 0 or not same_state(loops, found), "nothing was chosen")
 
@@ -173,29 +138,18 @@ def test_values_that_a_program_changes_are_those_that_are_stepped_on(world: Worl
     world.check_state(*ends)
 
 
-def test_a_gradient_that_does_not_come_down_is_one_error_and_a_checkpoint_goes_on(
-    world: World, folder, monkeypatch
-):
+def test_a_gradient_that_does_not_come_down_is_one_error(world: World, folder):
     model = MLP(SIZES)
     optimizer = adamw(model)
-    with world.zeroified(
-        model, optimizer, offload=host(2), stage=3, device=LateAccelerator()
-    ) as sharding:
-        store = sharding.away.store
-        assert store is not None
+    options: Any = {"stage": 3, "device": LateAccelerator(), "offload": host(2)}
+    with world.zeroified(model, optimizer, **options) as sharding:
         train(model, optimizer, world.rank, range(1))
         saved = hpczero.checkpoint.Checkpoints(folder, model)
         saved.save(1)
         before = hpczero.full_state_dict(model)
-        with monkeypatch.context() as patch:
-            if world.rank == world.size - 1:
-
-                def broken(source: torch.Tensor, offset: int) -> None:
-                    raise TierError(f"offset {offset}: the link is down")
-
-                patch.setattr(store.tier, "_write", broken)
+        with broken(sharding, "_write", here=world.rank == world.size - 1):
             mlp_backward(model, world.rank)
-            world.raises(TierError, "the link is down", optimizer.step)
+            world.raises(TierError, "input/output error", optimizer.step)
         world.raises(StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
         saved.load()
         world.check_state(hpczero.full_state_dict(model), before)

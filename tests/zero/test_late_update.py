@@ -11,19 +11,20 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import hpczero
 from hpczero.comm.background import Background
 from hpczero.comm.rails import Rails
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_input, squares, zeroified
+from tests.helpers.small_models import MLP, adamw, mlp_input, squares
+from tests.helpers.world import World, on_nodes
+
+if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
+    from mpi4py import MPI
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
@@ -66,23 +67,18 @@ class Gate:
 class Pair:
     """The same training twice: ``late`` between nodes of one rank each, ``plain`` with nothing on its way."""
 
-    def __init__(self, topology: hpczero.Topology, gate: Gate, stage: int) -> None:
-        self.gate, self.rank = gate, topology.rank
-        self.late, self.plain = MLP(), MLP()
+    def __init__(self, world: World, gate: Gate, stage: int) -> None:
+        self.world, self.gate = world, gate
+        self.late, self.plain = self.held = [MLP(), MLP()]
         self.optimizers = [adamw(self.late), adamw(self.plain)]
-        for model, optimizer, transport in zip(
-            (self.late, self.plain), self.optimizers, ("hierarchical", "flat"), strict=True
-        ):
-            options: dict[str, Any] = {
-                "topology": topology,
-                "transport": transport,
-                "precision": "bf16",
-            }
-            hpczero.zeroify(model, optimizer, stage, **options)
+        options: dict[str, Any] = {"topology": world.topology, "precision": "bf16"}
+        for place, transport in enumerate(("hierarchical", "flat")):
+            model = (self.late, self.plain)[place]
+            hpczero.zeroify(model, self.optimizers[place], stage, transport=transport, **options)
 
     def backward(self) -> None:
         for model in (self.late, self.plain):
-            squares(model, self.rank).backward()
+            squares(model, self.world.rank).backward()
 
     def train(self) -> None:
         self.backward()
@@ -96,20 +92,34 @@ class Pair:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def check(self, comm: Any, of: Callable[[nn.Module], Any]) -> None:
+    def release(self) -> None:
+        while self.held:
+            hpczero.release(self.held.pop())
+
+    def check(self, of: Callable[[nn.Module], Any]) -> None:
         """Both models give the same bits. Collective."""
         found, expected = of(self.late), of(self.plain)
-        parallel_assert(comm, same(found, expected), f"{found} {expected}")
+        self.world.check(same(found, expected), f"{found} {expected}")
 
 
-@contextmanager
-def pairs(comm, monkeypatch, stage) -> Iterator[Pair]:
-    topology = hpczero.Topology.create(comm, list(range(comm.size)))
-    pair = Pair(topology, Gate(monkeypatch), stage)
+@pytest.fixture
+def world(comm: MPI.Intracomm) -> Iterator[World]:
+    """Nodes of one rank each."""
+    with on_nodes(comm, range(comm.size)) as world:
+        yield world
+
+
+@pytest.fixture
+def stage() -> int:
+    """Unless a test has parameters."""
+    return 1
+
+
+@pytest.fixture
+def pair(world: World, monkeypatch: pytest.MonkeyPatch, stage: int) -> Iterator[Pair]:
+    pair = Pair(world, Gate(monkeypatch), stage)
     yield pair
-    hpczero.release(pair.late)
-    hpczero.release(pair.plain)
-    topology.free()
+    pair.release()
 
 
 def weight(model: nn.Module) -> nn.Parameter:
@@ -141,28 +151,22 @@ HALF = torch.bfloat16
 ACCESSES: dict[str, Callable[[nn.Module], Any]] = {
     "detach": lambda m: weight(m).detach().clone(),
     "data": lambda m: weight(m).data.clone(),
-    "arithmetic": lambda m: weight(m) + 0,
     "an argument": lambda m: torch.ones(15, 15, dtype=HALF).mul_(weight(m).detach()),
     "out": out_of,
     "a list": lambda m: list(torch._foreach_norm(list(m.parameters()))),
-    "one vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
     "numpy": lambda m: torch.from_numpy(weight(m).detach().view(torch.int16).numpy().copy()),
     "numbers": lambda m: torch.tensor(weight(m).tolist()),
-    "one number": lambda m: torch.tensor(weight(m)[3, 4].item()),
     "text": lambda m: repr(weight(m)),
     "state_dict": lambda m: dict(m.state_dict()),
     "a file": saved,
     "a copy": lambda m: copy.deepcopy(weight(m)).detach(),
     "pickle": lambda m: pickle.loads(pickle.dumps(weight(m))).detach(),
     "the model": lambda m: m(mlp_input(0)),
-    "without gradients": lambda m: torch.no_grad()(m)(mlp_input(0)),
     "in inference": lambda m: torch.inference_mode()(m)(mlp_input(0)).clone(),
     "one of its modules": lambda m: m.get_submodule("layers.1")(torch.ones(2, 15, dtype=HALF)),
-    "a module in a module": lambda m: m.get_submodule("layers.1.0")(torch.ones(2, 15, dtype=HALF)),
     "modules backwards": lambda m: [
-        m.get_submodule(f"layers.{i}")(torch.ones(2, (7, 15, 15)[i], dtype=HALF)) for i in (2, 1, 0)
+        layer(torch.ones(2, layer[0].in_features, dtype=HALF)) for layer in reversed(m.layers)
     ],
-    "functional": lambda m: F.linear(torch.ones(2, 15, dtype=HALF), weight(m)),
     "gathered": in_whole,
     "full_state_dict": hpczero.full_state_dict,
 }
@@ -187,30 +191,27 @@ def raw(parameter: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("access", ACCESSES)
-def test_whoever_asks_for_a_value_has_the_new_one(comm, monkeypatch, access, stage):
-    with pairs(comm, monkeypatch, stage) as pair:
-        pair.train()
-        parallel_assert(comm, pair.gate.is_closed, "the step has waited")
-        parallel_assert(comm, raw(weight(pair.late)).isnan().all(), "nothing was on its way")
-        pair.check(comm, ACCESSES[access])
+def test_whoever_asks_for_a_value_has_the_new_one(world: World, pair: Pair, access):
+    pair.train()
+    world.check(pair.gate.is_closed, "the step has waited")
+    world.check(raw(weight(pair.late)).isnan().all(), "nothing was on its way")
+    pair.check(ACCESSES[access])
 
 
-def test_form_and_gradient_of_a_parameter_are_told_without_a_wait(comm, monkeypatch):
-    with pairs(comm, monkeypatch, 2) as pair:
-        pair.train()
-        own = weight(pair.late)
-        told = (own.shape, own.dtype, own.requires_grad, own.grad, own.numel(), own.is_leaf)
-        parallel_assert(comm, told == (torch.Size([15, 15]), HALF, True, None, 225, True))
-        parallel_assert(comm, isinstance(own, nn.Parameter) and pair.gate.is_closed)
+@pytest.mark.parametrize("stage", [2])
+def test_form_and_gradient_of_a_parameter_are_told_without_a_wait(world: World, pair: Pair):
+    pair.train()
+    own = weight(pair.late)
+    told = (own.shape, own.dtype, own.requires_grad, own.grad, own.numel(), own.is_leaf)
+    world.check(told == (torch.Size([15, 15]), HALF, True, None, 225, True))
+    world.check(isinstance(own, nn.Parameter) and pair.gate.is_closed)
 
 
-def test_what_asks_nobody_finds_no_value_of_before(comm, monkeypatch):
-    with pairs(comm, monkeypatch, 1) as pair:
-        pair.train()
-        with pytest.warns(UserWarning, match="copy construct"):
-            found = torch.tensor(weight(pair.late))
-        fine = found.isnan().all() or torch.equal(found, weight(pair.plain))
-        parallel_assert(comm, fine, f"{found}")
+def test_what_asks_nobody_finds_no_value_of_before(world: World, pair: Pair):
+    pair.train()
+    with pytest.warns(UserWarning, match="copy construct"):
+        found = torch.tensor(weight(pair.late))
+    world.check(found.isnan().all() or torch.equal(found, weight(pair.plain)), found)
 
 
 KEPT: dict[str, Callable[[nn.Module], Any]] = {
@@ -223,78 +224,67 @@ KEPT: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_views_from_before_the_step_show_what_is_after_it(comm, monkeypatch, kept):
-    with pairs(comm, monkeypatch, 1) as pair:
-        views = [KEPT[kept](model) for model in (pair.late, pair.plain)]
-        pair.train()
-        found, expected = (torch.as_tensor(view) for view in views)
-        parallel_assert(comm, torch.equal(found, expected))
-        del views, found, expected
-        pair.train()
-        parallel_assert(comm, pair.gate.is_closed, "without the view the step need not wait")
+def test_views_from_before_the_step_show_what_is_after_it(world: World, pair: Pair, kept):
+    views = [KEPT[kept](model) for model in (pair.late, pair.plain)]
+    pair.train()
+    found, expected = (torch.as_tensor(view) for view in views)
+    world.check(torch.equal(found, expected))
+    del views, found, expected
+    pair.train()
+    world.check(pair.gate.is_closed, "without the view the step need not wait")
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_training_has_the_same_bits(comm, monkeypatch, stage):
-    with pairs(comm, monkeypatch, stage) as pair:
-        for number in range(4):
-            pair.backward()
-            for model in (pair.late, pair.plain):
-                hpczero.clip_grad_norm_(model, 0.1)
-            pair.step()
-            parallel_assert(comm, pair.gate.is_closed, f"step {number} has waited")
-        pair.check(comm, hpczero.full_state_dict)
-
-
-def test_a_step_may_follow_a_step(comm, monkeypatch):
-    with pairs(comm, monkeypatch, 1) as pair:
+def test_training_has_the_same_bits(world: World, pair: Pair):
+    for number in range(4):
         pair.backward()
-        for _ in range(2):  # on the same gradients
-            for optimizer in pair.optimizers:
-                optimizer.step()
-        pair.check(comm, lambda m: list(m.parameters()))
-
-
-def test_a_module_that_is_not_called_has_its_values_later(comm, monkeypatch):
-    with pairs(comm, monkeypatch, 2) as pair:
-        pair.train()
         for model in (pair.late, pair.plain):
-            model.get_submodule("layers.0")(torch.ones(2, 7, dtype=HALF)).sum().backward()
+            hpczero.clip_grad_norm_(model, 0.1)
         pair.step()
-        for model in (pair.late, pair.plain):
-            model(mlp_input(pair.rank)).sum().backward()
-        pair.check(comm, hpczero.full_gradients)
+        world.check(pair.gate.is_closed, f"step {number} has waited")
+    pair.check(hpczero.full_state_dict)
 
 
-def test_changes_inside_gathered_are_of_the_new_values(comm, monkeypatch):
-    with pairs(comm, monkeypatch, 1) as pair:
-        pair.train()
-        for model in (pair.late, pair.plain):
-            with hpczero.gathered(model, modifier_rank=0), torch.no_grad():
-                if comm.rank == 0:
-                    weight(model).mul_(2)
-        pair.check(comm, lambda m: list(m.parameters()))
+def test_a_step_may_follow_a_step(pair: Pair):
+    pair.backward()
+    for _ in range(2):  # on the same gradients
+        for optimizer in pair.optimizers:
+            optimizer.step()
+    pair.check(lambda m: list(m.parameters()))
 
 
-def test_a_released_model_has_the_new_values(comm, monkeypatch):
-    topology = hpczero.Topology.create(comm, list(range(comm.size)))
-    pair = Pair(topology, Gate(monkeypatch), 2)
+@pytest.mark.parametrize("stage", [2])
+def test_a_module_that_is_not_called_has_its_values_later(world: World, pair: Pair):
     pair.train()
     for model in (pair.late, pair.plain):
-        hpczero.release(model)
-    pair.check(comm, lambda m: list(m.parameters()))
-    parallel_assert(comm, type(weight(pair.late)) is nn.Parameter)
-    topology.free()
+        model.get_submodule("layers.0")(torch.ones(2, 7, dtype=HALF)).sum().backward()
+    pair.step()
+    pair.backward()
+    pair.check(hpczero.full_gradients)
 
 
-def test_in_fp32_the_step_waits(comm, monkeypatch):
+def test_changes_inside_gathered_are_of_the_new_values(world: World, pair: Pair):
+    pair.train()
+    for model in (pair.late, pair.plain):
+        with hpczero.gathered(model, modifier_rank=0), torch.no_grad():
+            if world.rank == 0:
+                weight(model).mul_(2)
+    pair.check(lambda m: list(m.parameters()))
+
+
+@pytest.mark.parametrize("stage", [2])
+def test_a_released_model_has_the_new_values(world: World, pair: Pair):
+    pair.train()
+    pair.release()
+    pair.check(lambda m: list(m.parameters()))
+    world.check(type(weight(pair.late)) is nn.Parameter)
+
+
+def test_in_fp32_the_step_waits(world: World, monkeypatch):
     """There the masters are a part of what is gathered."""
-    topology = hpczero.Topology.create(comm, list(range(comm.size)))
-    gate, model = Gate(monkeypatch), MLP()
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=1, topology=topology, transport="hierarchical"):
-        model(mlp_input(comm.rank)).square().mean().backward()
+    gate = Gate(monkeypatch)
+    with world.mlp(adamw, stage=1, transport="hierarchical") as (model, optimizer):
+        squares(model, world.rank).backward()
         gate.close()
         optimizer.step()
-        parallel_assert(comm, not gate.is_closed)
-    topology.free()
+        world.check(not gate.is_closed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -65,9 +67,8 @@ def evaluate(
 ) -> Finished:
     """The evaluation over two ranks; each rank has the exception before block ``places[rank]``, 9 for none."""
     name, nodes, overlap = transport
-    program = PROGRAM.format(
-        kind=kind, places=places, transport=name, nodes=nodes, overlap=overlap, again=again
-    )
+    told = {"transport": name, "nodes": nodes, "overlap": overlap}
+    program = PROGRAM.format(kind=kind, places=places, again=again, **told)
     return run_ranks(2, ["-c", program], timeout=60, env={"HPCZERO_TIMEOUT": "6"})
 
 
@@ -107,54 +108,35 @@ def test_forwards_that_ranks_leave_at_different_places_give_no_rank_other_values
     assert "through" not in job.stdout, job
 
 
-@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
-def test_memory_that_runs_out_for_whole_parameters_leaves_the_unit_as_it_was(kind, monkeypatch):
-    torch.manual_seed(1)
-    plain, model = nn.Linear(64, 64), nn.Linear(64, 64)
-    model.load_state_dict(plain.state_dict())
-    hpczero.zeroify(model, None, topology=hpczero.Topology.alone(), transport="flat")
-    failed: list[Buffer] = []
-    take = Buffer.take
-
-    def once(buffer: Buffer) -> None:
-        if not failed:
-            failed.append(buffer)
-            raise kind
-        take(buffer)
-
-    monkeypatch.setattr(Buffer, "take", once)
-    x = torch.ones(2, 64)
-    with pytest.raises(kind):
-        model(x)
-    assert failed
-    assert torch.equal(model(x), plain(x))
-    hpczero.release(model)
-
-
-@pytest.mark.parametrize("failing", [0, 1], ids=["codes", "values"])
-def test_memory_that_runs_out_for_a_unit_of_codes_leaves_it_as_it_was(failing, monkeypatch):
+@pytest.mark.parametrize(
+    ("quantize", "failing", "kind"),
+    [
+        (None, 0, MemoryError),
+        (None, 0, KeyboardInterrupt),
+        ("int8", 0, MemoryError),  # of the codes
+        ("int8", 1, MemoryError),  # of the values
+    ],
+)
+def test_memory_that_runs_out_leaves_the_unit_as_it_was(quantize, failing, kind, monkeypatch):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh()).requires_grad_(False)
-    hpczero.zeroify(
-        model,
-        None,
-        topology=hpczero.Topology.alone(),
-        transport="flat",
-        quantize="int8",
-        rule=lambda model: [("0",)],
-    )
-    x = torch.ones(2, 64)
-    before, takes, take = model(x), [0], Buffer.take
+    x, options = torch.ones(2, 64), dict[str, Any](transport="flat", quantize=quantize)
+    expected = model(x)
+    options["rule"] = lambda model: [("0",)]
+    hpczero.zeroify(model, None, topology=hpczero.Topology.alone(), **options)
+    if quantize:
+        expected = model(x)
+    takes, take = [0], Buffer.take
 
     def once(buffer: Buffer) -> None:
         takes[0] += 1
         if takes[0] == 1 + failing:
-            raise MemoryError
+            raise kind
         take(buffer)
 
     monkeypatch.setattr(Buffer, "take", once)
-    with pytest.raises(MemoryError):
+    with pytest.raises(kind):
         model(x)
     for _ in range(2):
-        assert torch.equal(model(x), before)
+        assert torch.equal(model(x), expected)
     hpczero.release(model)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,44 +17,11 @@ from hpczero import Offload
 from hpczero.errors import PlanError, StepError
 from tests.helpers.small_models import MLP, adamw, mlp_backward, mlp_steps, update
 from tests.helpers.world import World
+from tests.zero.away_steps import Maker, check_bits, on
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
-WINDOW = 2**14
 RESTS = "rests on a memory tier"  # what is said of it
-Maker = Callable[[Any], torch.optim.Optimizer]
-
-
-def on(medium: Any, folder: Path, parts: int = 3, buffers: int = 4, **options: Any) -> Offload:
-    """The optimizer there; with more parts gradients and parameters too."""
-    where: list[Any] = [medium if parts > place else "device" for place in range(3)]
-    options = {"window": WINDOW, "buffers": buffers, **options}
-    return Offload(where[0], where[1], where[2], folder, **options)
-
-
-def trained(world: World, make: Maker, **options: Any) -> dict[str, Tensor] | None:
-    """Weights after five steps, two of them over two micro-batches, all clipped."""
-    model = MLP()
-    optimizer = make(model.parameters())
-    with world.zeroified(model, optimizer, **options):
-        for step in range(5):
-            if step % 2:
-                with hpczero.no_sync(model):
-                    mlp_backward(model, world.rank)
-            elif step:  # reduced twice: the gradient comes back in between
-                mlp_backward(model, world.rank)
-            mlp_backward(model, world.rank)
-            hpczero.clip_grad_norm_(model, 0.05)
-            update(optimizer)
-        return hpczero.full_state_dict(model)
-
-
-def check_bits(world: World, make: Maker, offload: Offload, **options: Any) -> None:
-    """A training gives the bits of memory."""
-    kept = trained(world, make, **options)
-    world.check_state(trained(world, make, offload=offload, **options), kept)
-
-
 MAKERS: dict[str, Maker] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -76,7 +41,8 @@ def test_the_bits_are_those_of_memory(
     """Optimizer alone, with gradients, with parameters."""
     stage = 3 if parts == 3 else 1 + world.size % 3
     offload = on(medium, folder, parts, buffers=3 + parts)
-    check_bits(world, make, offload, stage=stage, transport=transport, precision=precision)
+    options = {"stage": stage, "transport": transport, "precision": precision}
+    check_bits(world, make, offload, sizes=(7, 15, 15, 3), **options)
 
 
 @pytest.mark.parametrize("window", [2**14, 2**16, 2**20])

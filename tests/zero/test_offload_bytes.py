@@ -58,7 +58,7 @@ def check_steps(
 @pytest.mark.parametrize(("stage", "gradients", "parameters", "precision"), STAGES_AND_PARTS)
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("synced", [1, 2])
-def test_bytes_of_a_step_are_those_of_the_plan(
+def test_bytes_of_a_step(
     world: World, folder, synced, fraction, stage, gradients, parameters, precision
 ):
     offload = Offload("disk", gradients, parameters, folder, WINDOW, 4, fraction=fraction)
@@ -84,7 +84,7 @@ def test_bytes_of_a_step_are_those_of_the_plan(
 )
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("synced", [1, 2])
-def test_where_the_host_steps_no_state_moves_and_bytes_are_as_planned(
+def test_where_the_host_steps_no_state_moves(
     world: World, synced, fraction, stage, parts, precision
 ):
     model = MLP(SIZES)
@@ -108,9 +108,7 @@ def test_where_the_host_steps_no_state_moves_and_bytes_are_as_planned(
 
 @pytest.mark.parametrize("precision", ["bf16", FP16, "fp32"], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("micro_steps", [1, 3])
-def test_passes_read_two_bytes_of_an_element_and_steps_write_two_more(
-    world: World, precision, micro_steps
-):
+def test_passes_read_and_steps_write_two_bytes_of_an_element(world: World, precision, micro_steps):
     model = MLP(SIZES)
     optimizer = adamw(model)
     half = precision != "fp32"

@@ -14,55 +14,24 @@ import torch
 from torch import nn
 
 import hpczero
-from hpczero import Offload
 from hpczero.errors import StepError
 from tests.helpers.small_models import MLP, adamw, mlp_backward, mlp_steps
 from tests.helpers.world import World
+from tests.zero.away_steps import on
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
-HOST = Offload("host", "host", "host", window=2**14, buffers=4)
-SIZES = (7, 63, 63, 3)
-Maker = Callable[[Any], torch.optim.Optimizer]
+HOST = on("host")
 
 
-def adamw_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def check_bits(
-    world: World, loop: Callable[[nn.Module, Any], object], make: Maker = adamw_of
-) -> None:
+def check_bits(world: World, loop: Callable[[nn.Module, Any], object], make: Any = adamw) -> None:
     """``loop`` of a model and its optimizer leaves the bits of memory."""
     found = []
     for offload in (None, HOST):
-        model = MLP(SIZES)
-        optimizer = make(model.parameters())
-        with world.zeroified(model, optimizer, stage=3, offload=offload):
+        with world.mlp(make, offload=offload) as (model, optimizer):
             loop(model, optimizer)
             found.append(hpczero.full_state_dict(model))
     world.check_state(*found)
-
-
-def zero_all(state: Any) -> None:
-    for value in state.values():
-        value.zero_()
-
-
-def zero_items(state: Any) -> None:
-    for _, value in state.items():
-        value.zero_()
-
-
-def zero_what_is_there(state: Any) -> None:
-    if "exp_avg" in state:
-        state["exp_avg"].zero_()
-
-
-def zero_what_is_got(state: Any) -> None:
-    moment = state.get("exp_avg")
-    if moment is not None:
-        moment.zero_()
 
 
 def zero_by_name(state: Any) -> None:
@@ -71,10 +40,10 @@ def zero_by_name(state: Any) -> None:
 
 
 IDIOMS: dict[str, Callable[[Any], object]] = {
-    "values": zero_all,
-    "items": zero_items,
-    "in": zero_what_is_there,
-    "get": zero_what_is_got,
+    "values": lambda state: [value.zero_() for value in state.values()],
+    "items": lambda state: [value.zero_() for _, value in state.items()],
+    "in": lambda state: "exp_avg" in state and state["exp_avg"].zero_(),
+    "get": lambda state: state.get("exp_avg"),
     "names": zero_by_name,
     "pop": lambda state: state.pop("exp_avg", None),
     "del": lambda state: state.__delitem__("exp_avg"),
@@ -149,9 +118,7 @@ def test_a_checkpoint_has_the_state_that_a_program_has_given(world: World, folde
 
 
 def test_state_of_another_size_is_refused(world: World):
-    model = MLP(SIZES)
-    optimizer = adamw(model)
-    with world.zeroified(model, optimizer, stage=3, offload=HOST):
+    with world.mlp(adamw, offload=HOST) as (model, optimizer):
         mlp_backward(model, world.rank)
         for piece in optimizer.param_groups[0]["params"]:
             optimizer.state[piece] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(1)}
@@ -159,9 +126,9 @@ def test_state_of_another_size_is_refused(world: World):
 
 
 NESTEROV: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "foreach": True}
-IN_PLACE: dict[str, Maker] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, **NESTEROV),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, foreach=True),
+IN_PLACE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, **NESTEROV),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2, foreach=True),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,51 +20,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 STAGES = pytest.mark.parametrize("stage", [0, 1, 3])
 
 
-def _reset_one(optimizer: torch.optim.Optimizer) -> None:
-    """Forget the state of the first group."""
-    for parameter in optimizer.param_groups[0]["params"]:
-        optimizer.state.pop(parameter, None)
-
-
-def _begin_counting_again(optimizer: torch.optim.Optimizer) -> None:
-    """Change the counters of one group in place."""
-    for parameter in optimizer.param_groups[1]["params"]:
-        optimizer.state[parameter]["step"].zero_()
-
-
-def _other_tensors(optimizer: torch.optim.Optimizer) -> None:
-    """Put other tensors there."""
-    for parameter in optimizer.param_groups[0]["params"]:
-        state = optimizer.state[parameter]
-        state["exp_avg"] = state["exp_avg"] * 0.5
-
-
-def _in_place(optimizer: torch.optim.Optimizer) -> None:
-    """Change the tensors that are there."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter]["exp_avg_sq"].mul_(2.0)
-
-
-def _round_trip(optimizer: torch.optim.Optimizer) -> None:
-    """Through torch's own state_dict."""
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def _without_biases(optimizer: torch.optim.Optimizer) -> None:
-    """A group that steps no more."""
-    optimizer.param_groups[1]["params"] = []
-
-
-def _in_another_order(optimizer: torch.optim.Optimizer) -> None:
-    """Groups are lists of the user's."""
-    optimizer.param_groups[0]["params"].reverse()
-
-
-def _own_entry(optimizer: torch.optim.Optimizer) -> None:
-    """Something that torch knows nothing of."""
-    for parameter in optimizer.param_groups[0]["params"]:
-        optimizer.state[parameter]["seen"] = [1]
+def states(optimizer: torch.optim.Optimizer, group: int = 0) -> list[Any]:
+    return [optimizer.state[parameter] for parameter in optimizer.param_groups[group]["params"]]
 
 
 def _made_of_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -73,18 +32,17 @@ def _made_of_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 def _other_memory(optimizer: torch.optim.Optimizer) -> None:
     """What torch does not count."""
-    for parameter in optimizer.param_groups[0]["params"]:
-        state = optimizer.state[parameter]
+    for state in states(optimizer):
         state["exp_avg"].data = torch.zeros_like(state["exp_avg"])
         state["exp_avg_sq"].set_(state["exp_avg_sq"] * 2.0)
 
 
 def _counters_past_versions(optimizer: torch.optim.Optimizer) -> None:
     """Some of the counters that were equal, changed in ways that torch does not count."""
-    for parameter in optimizer.param_groups[1]["params"]:
-        optimizer.state[parameter]["step"].numpy()[()] = 1.0
-    for parameter in optimizer.param_groups[0]["params"]:
-        optimizer.state[parameter]["step"].data = torch.tensor(2.0)
+    for state in states(optimizer, 1):
+        state["step"].numpy()[()] = 1.0
+    for state in states(optimizer):
+        state["step"].data = torch.tensor(2.0)
 
 
 def _to_and_fro(optimizer: torch.optim.Optimizer) -> None:
@@ -98,31 +56,30 @@ def _to_and_fro(optimizer: torch.optim.Optimizer) -> None:
 
 def _own_dtype(optimizer: torch.optim.Optimizer) -> None:
     """Tensors of a program's own, some of another dtype."""
-    for group, dtype in zip(optimizer.param_groups, (torch.bfloat16, torch.float32), strict=True):
-        for parameter in group["params"]:
-            third = torch.full(parameter.shape, 1 / 3, dtype=dtype)
-            optimizer.state[parameter]["third"] = third
+    for group, dtype in enumerate((torch.bfloat16, torch.float32)):
+        for state in states(optimizer, group):
+            state["third"] = torch.full_like(state["exp_avg"], 1 / 3, dtype=dtype)
 
 
-EDITS = [
-    _made_of_parameters,
-    _other_memory,
-    _counters_past_versions,
-    _to_and_fro,
-    _own_dtype,
-    _reset_one,
-    _begin_counting_again,
-    _other_tensors,
-    _in_place,
-    _round_trip,
-    _without_biases,
-    _in_another_order,
-    _own_entry,
-]
+EDITS: dict[str, Callable[[torch.optim.Optimizer], object]] = {
+    "made of parameters": _made_of_parameters,
+    "other memory": _other_memory,
+    "counters past versions": _counters_past_versions,
+    "to and fro": _to_and_fro,
+    "own dtype": _own_dtype,
+    "reset": lambda o: [o.state.pop(p, None) for p in o.param_groups[0]["params"]],
+    "begin counting again": lambda o: [state["step"].zero_() for state in states(o, 1)],
+    "other tensors": lambda o: [s.update(exp_avg=s["exp_avg"] * 0.5) for s in states(o)],
+    "in place": lambda o: [s["exp_avg_sq"].mul_(2.0) for n in (0, 1) for s in states(o, n)],
+    "round trip": lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    "a group that steps no more": lambda o: o.param_groups[1].update(params=[]),
+    "in another order": lambda o: o.param_groups[0]["params"].reverse(),
+    "an entry of the user's": lambda o: [state.update(seen=[1]) for state in states(o)],
+}
 
 
 @STAGES
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__.strip("_"))
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_what_a_loop_does_to_the_state_counts(world: World, stage, edit):
     model, plain = Branches(), Branches()
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.zero.backward_schedule import Prefetch
 from hpczero.zero.units.unit import Unit
-from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, update, zeroified
+from tests.helpers.small_models import adamw, tiny_tokens, update
+from tests.helpers.world import on_nodes
 
 A, B, C, D = ((cast(Unit, name),) for name in "ABCD")
 NONE: tuple[Unit, ...] = ()
+SIZES = {"vocab_size": 512, "context": 64, "layers": 5, "hidden": 64, "heads": 4}
 
 
 def run_pass(prefetch: Prefetch, *modules: tuple[Unit, ...]) -> list[tuple[Unit, ...]]:
@@ -92,32 +93,39 @@ class Fork(nn.Module):
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("transport", ["hierarchical", "window"])
 def test_overlap_changes_no_bit_and_leaves_nothing_whole(comm, transport):
-    if comm.size == 4:
-        nodes = [0, 0, 1, 1]
-    elif transport == "window":
+    if comm.size < 4 and transport == "window":
         pytest.skip("shared memory needs two ranks on a node")
-    else:
-        nodes = list(range(comm.size))
-    topology = hpczero.Topology.create(comm, nodes)
+    nodes = [0, 0, 1, 1] if comm.size == 4 else range(comm.size)
     found: dict[bool, Any] = {}
-    for overlap in (False, True):
-        options = {"topology": topology, "transport": transport, "overlap": overlap}
-        model = Fork()
-        optimizer, losses = adamw(model), []
-        with zeroified(model, optimizer, **options) as sharding:
-            for step in range(8):
-                torch.manual_seed(comm.rank + step)
-                for _ in range(2):  # two forwards, one of them without a backward
-                    loss = model(torch.randn(3, 13))
-                loss.backward()
-                update(optimizer)
-                losses.append(loss.item())
-                held = [u.spec.name for u in sharding.units if u.whole.state.name != "SHARDED"]
-                parallel_assert(comm, not held, f"step {step}: {held} are still whole")
-            state = hpczero.full_state_dict(model) or {}
-            found[overlap] = losses, {name: t.numpy().tobytes() for name, t in state.items()}
-    topology.free()
-    parallel_assert(comm, found[False] == found[True], f"{found[False][0]}\n{found[True][0]}")
+    with on_nodes(comm, nodes) as world:
+        for overlap in (False, True):
+            options = {"transport": transport, "overlap": overlap}
+            model = Fork()
+            optimizer, losses = adamw(model), []
+            with world.zeroified(model, optimizer, **options) as sharding:
+                for step in range(8):
+                    torch.manual_seed(world.rank + step)
+                    for _ in range(2):  # two forwards, one of them without a backward
+                        loss = model(torch.randn(3, 13))
+                    loss.backward()
+                    update(optimizer)
+                    losses.append(loss.item())
+                    held = [u.spec.name for u in sharding.units if u.whole.state.name != "SHARDED"]
+                    world.check(not held, f"step {step}: {held} are still whole")
+                state = hpczero.full_state_dict(model) or {}
+                found[overlap] = losses, {name: t.numpy().tobytes() for name, t in state.items()}
+        world.check(found[False] == found[True], f"{found[False][0]}\n{found[True][0]}")
+
+
+def plan_and_peak(sharding: hpczero.Sharding, model: nn.Module, optimizer: Any) -> tuple[Any, int]:
+    """The plan, and what was most of whole units in the third of some steps."""
+    batch = tiny_tokens(sharding.topology.rank)
+    for _ in range(3):
+        sharding.memory.reset_peak()
+        model(batch, batch).backward()
+        update(optimizer)
+    plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
+    return plan, sharding.memory.peak.get("unsharded", 0)
 
 
 @pytest.mark.mpi
@@ -127,44 +135,30 @@ def test_overlap_changes_no_bit_and_leaves_nothing_whole(comm, transport):
 def test_bytes_held_between_nodes_equal_the_plan(comm, stage, transport):
     if comm.size == 2 and transport == "window":
         pytest.skip("shared memory needs two ranks on a node")
-    topology = hpczero.Topology.create(comm, [2 * rank // comm.size for rank in range(comm.size)])
-    model = tiny_gpt(vocab_size=512, context=64, layers=4, hidden=64, heads=4)
-    optimizer, batch = adamw(model), tiny_tokens(comm.rank)
-    options = {"stage": stage, "topology": topology, "transport": transport}
-    with zeroified(model, optimizer, **options) as sharding:
-        for _ in range(3):
-            sharding.memory.reset_peak()
-            model(batch, batch).backward()
-            update(optimizer)
-        footprint = sharding.collectives.footprint
-        plan, memory = sharding.plan.memory(footprint=footprint), sharding.memory
-        peak = memory.peak.get("unsharded", 0)
-        parallel_assert(comm, footprint.overlap)
+    with (
+        on_nodes(comm, [2 * rank // comm.size for rank in range(comm.size)]) as world,
+        world.gpt(SIZES, stage=stage, transport=transport) as (model, optimizer, sharding),
+    ):
+        plan, peak = plan_and_peak(sharding, model, optimizer)
+        world.check(sharding.collectives.footprint.overlap)
         # What is lent or gathered ahead may be back before the next is taken: never more than the plan, seldom as much.
         said = f"peak {peak}, plan {plan.unsharded}"
-        parallel_assert(comm, peak <= 1.03 * plan.unsharded, said)
-        parallel_assert(comm, stage < 3 or peak >= 0.5 * plan.unsharded, said)
-        exchange = memory.current.get("exchange", 0)
+        world.check(peak <= 1.03 * plan.unsharded, said)
+        world.check(stage < 3 or peak >= 0.5 * plan.unsharded, said)
+        exchange = sharding.memory.current.get("exchange", 0)
         said = f"exchange {exchange}, plan {plan.exchange}"
-        parallel_assert(comm, abs(exchange - plan.exchange) <= 0.03 * plan.exchange, said)
-    topology.free()
+        world.check(abs(exchange - plan.exchange) <= 0.03 * plan.exchange, said)
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(4)
 def test_a_rank_whose_peer_is_late_holds_no_more_than_the_plan(comm):
-    topology = hpczero.Topology.create(comm, [2 * rank // comm.size for rank in range(comm.size)])
-    model = tiny_gpt(vocab_size=512, context=64, layers=6, hidden=64, heads=4)
-    optimizer, batch = adamw(model), tiny_tokens(comm.rank)
-    with zeroified(model, optimizer, topology=topology, transport="window") as sharding:
-        if topology.local_rank == 0:
+    with (
+        on_nodes(comm, [0, 0, 1, 1]) as world,
+        world.gpt(SIZES, transport="window") as (model, optimizer, sharding),
+    ):
+        if world.topology.local_rank == 0:
             for module in model.modules():
                 module.register_forward_hook(lambda *_: time.sleep(0.004))
-        for _ in range(3):
-            sharding.memory.reset_peak()
-            model(batch, batch).backward()
-            update(optimizer)
-        plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
-        peak = sharding.memory.peak.get("unsharded", 0)
-        parallel_assert(comm, peak <= 1.03 * plan.unsharded, f"peak {peak}, plan {plan.unsharded}")
-    topology.free()
+        plan, peak = plan_and_peak(sharding, model, optimizer)
+        world.check(peak <= 1.03 * plan.unsharded, f"peak {peak}, plan {plan.unsharded}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import hpczero
@@ -17,18 +17,12 @@ from hpczero.plan.precision import Precision
 from hpczero.run.evaluation import PlainPasses
 from hpczero.run.step import TrainingStep
 from scaling.overhead.steps import Waits
-from tests.helpers.small_models import MLP, adamw, mlp_input
+from tests.helpers.small_models import MLP, adamw, mlp_input, squares
 from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
 STAGES = (0, 1, 2, 3)
-
-
-def loss_of(model: nn.Module, rank: int) -> Tensor:
-    """Of one rank's samples."""
-    found: Tensor = model(mlp_input(rank)).square().mean()
-    return found
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -51,7 +45,7 @@ def waits(call: Callable[[], object]) -> int:
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_clipping_reads_the_loss_along(world: World, norm_type):
     with world.mlp(adamw, stage=1) as (model, _):
-        loss = loss_of(model, world.rank)
+        loss = squares(model, world.rank)
         loss.backward()
         value = hpczero.read_later(model, loss)
         clipping = waits(lambda: hpczero.clip_grad_norm_(model, 0.1, norm_type))
@@ -66,7 +60,7 @@ def test_a_step_without_clipping_reads_the_loss_along(world: World, stage):
     model = MLP()
     optimizer = fused(model)
     with world.zeroified(model, optimizer, stage=stage):
-        loss = loss_of(model, world.rank)
+        loss = squares(model, world.rank)
         loss.backward()
         value = hpczero.read_later(model, loss)
         stepping = waits(optimizer.step)
@@ -77,7 +71,7 @@ def test_a_step_without_clipping_reads_the_loss_along(world: World, stage):
 
 def test_asked_for_before_the_step_it_is_read_at_once(world: World):
     with world.mlp(adamw, stage=3) as (model, _):
-        loss = loss_of(model, world.rank)
+        loss = squares(model, world.rank)
         value = hpczero.read_later(model, loss)
         world.check(waits(value) == 1 and value() == loss.item())
         loss.backward()
@@ -110,7 +104,7 @@ def test_a_loss_that_is_not_finite_is_read_and_the_step_skipped_on_all_ranks(wor
     with world.mlp(adamw, stage=2, precision=precision) as (model, optimizer):
         state = hpczero.sharding(model)
         odd = world.rank == world.size - 1
-        loss = loss_of(model, world.rank) * (math.nan if odd else 1.0)
+        loss = squares(model, world.rank) * (math.nan if odd else 1.0)
         loss.backward()
         value = hpczero.read_later(model, loss)
         hpczero.clip_grad_norm_(model, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +11,7 @@ import torch
 import hpczero
 from hpczero import Offload
 from hpczero.errors import StepError
-from tests.helpers.small_models import (
-    MLP,
-    adamw,
-    distance,
-    mlp_backward,
-    mlp_input,
-    mlp_steps,
-    sgd,
-    squares,
-    update,
-)
+from tests.helpers.small_models import MLP, adamw, distance, mlp_steps, sgd, squares, update
 from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
@@ -76,11 +67,11 @@ def test_what_was_sharded_at_the_release_says_so(world: World, transport):
     hpczero.release(model)
     said = r"sharded when the model was released.*release\(model, whole=True\).*assign=True"
     with pytest.raises(StepError, match=said):
-        model(mlp_input(world.rank))
+        squares(model, world.rank)
     with pytest.raises(StepError, match=said):
         hpczero.zeroify(model, sgd(model), stage=3, topology=world.topology, transport=transport)
     model.load_state_dict(world.comm.bcast(state), assign=True)
-    mlp_backward(model, world.rank)
+    squares(model, world.rank).backward()
     world.check(all(p.grad is not None for p in model.parameters()))
 
 
@@ -94,15 +85,13 @@ def test_release_inside_gathered_is_refused(world: World, stage):
 
 @TRANSPORTS
 @pytest.mark.parametrize("away", [False, True], ids=["memory", "disk"])
-def test_backward_of_a_graph_from_before_a_release_is_a_named_error(
-    world: World, folder, away, transport
-):
+def test_backward_of_a_graph_from_before_a_release(world: World, folder, away, transport):
     model = MLP()
-    offload = Offload("disk", "disk", "disk", folder, 2**14, 4) if away else None
-    hpczero.zeroify(
-        model, adamw(model), stage=3, topology=world.topology, transport=transport, offload=offload
-    )
-    loss = model(mlp_input(world.rank)).sum()
+    options: dict[str, Any] = {"topology": world.topology, "transport": transport}
+    if away:
+        options["offload"] = Offload("disk", "disk", "disk", folder, 2**14, 4)
+    hpczero.zeroify(model, adamw(model), **options)
+    loss = squares(model, world.rank)
     hpczero.release(model, whole=not away)
     with pytest.raises(StepError, match=r"graph from before hpczero.release"):
         loss.backward()

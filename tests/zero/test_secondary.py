@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import torch
 
 import hpczero
 from hpczero.errors import ConfigError, PlanError
-from hpczero.models import GPT
 from tests.helpers.small_models import MLP, adamw, mlp_steps, same, tiny_gpt, tiny_tokens, update
-from tests.helpers.world import World
+from tests.helpers.world import World, on_nodes
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]
 
@@ -23,18 +21,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]
 def world(comm) -> Iterator[World]:
     """Two nodes where the ranks divide; else one rank on each."""
     on_node = 1 if comm.size % 2 else comm.size // 2
-    topology = hpczero.Topology.create(comm, [rank // on_node for rank in range(comm.size)])
-    yield World(comm, topology)
-    topology.free()
-
-
-@contextmanager
-def built(world: World, **options: Any) -> Iterator[tuple[GPT, Any]]:
-    """A GPT and its optimizer, sharded inside."""
-    model = tiny_gpt()
-    optimizer = adamw(model)
-    with world.zeroified(model, optimizer, **options):
-        yield model, optimizer
+    with on_nodes(comm, [rank // on_node for rank in range(comm.size)]) as world:
+        yield world
 
 
 def step(model: Any, optimizer: Any, number: int, rank: int, micro: int = 1) -> list[torch.Tensor]:
@@ -57,7 +45,7 @@ def test_a_training_keeps_every_bit(world: World, transport, precision):
     found: list[list[torch.Tensor]] = [[], []]
     for secondary in (False, True):
         options = {"transport": transport, "precision": precision, "secondary": secondary}
-        with built(world, **options) as (model, optimizer):
+        with world.gpt(**options) as (model, optimizer, _):
             for number in range(4):
                 found[secondary] += step(model, optimizer, number, world.rank, micro=2)
     world.check(same(*found))
@@ -69,9 +57,8 @@ def test_a_step_asks_other_nodes_once_for_each_unit(world: World):
     sent: list[int] = []
     nodes = world.topology.num_nodes
     for secondary in (False, True):
-        with built(world, secondary=secondary) as (model, optimizer):
+        with world.gpt(secondary=secondary) as (model, optimizer, sharding):
             step(model, optimizer, 0, world.rank)
-            sharding = hpczero.sharding(model)
             stats = sharding.collectives.stats
             stats.reset()
             tokens = tiny_tokens(world.rank)
@@ -96,7 +83,7 @@ def test_a_step_asks_other_nodes_once_for_each_unit(world: World):
 def test_values_that_change_between_two_passes_are_not_the_old_ones(world: World, how, folder):
     found = []
     for secondary in (False, True):
-        with built(world, secondary=secondary) as (model, optimizer):
+        with world.gpt(secondary=secondary) as (model, optimizer, _):
             step(model, optimizer, 0, world.rank)
             saved = hpczero.checkpoint.save(folder / str(secondary), model, optimizer, step=1)
             step(model, optimizer, 1, world.rank)
@@ -130,17 +117,15 @@ def test_a_unit_that_is_unfrozen_has_one_copy(world: World):
 @pytest.mark.ranks(4)
 def test_beside_replicas(comm):
     """Two replicas of shards over two nodes each."""
-    mesh = hpczero.Mesh(replicate=2, shard=2)
-    world = World(comm, hpczero.Topology.create(comm, [0, 1, 2, 3], mesh=mesh))
     found: list[list[torch.Tensor]] = [[], []]
-    for secondary in (False, True):
-        with built(world, secondary=secondary) as (model, optimizer):
-            for number in range(3):
-                found[secondary] += step(model, optimizer, number, world.rank)
-            calls = hpczero.sharding(model).collectives.stats.calls
-            world.check(bool(calls["regather"]) == secondary, calls)
-    world.topology.free()
-    world.check(same(*found))
+    with on_nodes(comm, [0, 1, 2, 3], mesh=hpczero.Mesh(replicate=2, shard=2)) as world:
+        for secondary in (False, True):
+            with world.gpt(secondary=secondary) as (model, optimizer, sharding):
+                for number in range(3):
+                    found[secondary] += step(model, optimizer, number, world.rank)
+                calls = sharding.collectives.stats.calls
+                world.check(bool(calls["regather"]) == secondary, calls)
+        world.check(same(*found))
 
 
 def test_what_cannot_have_one_is_refused(world: World):

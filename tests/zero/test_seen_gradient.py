@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import hpczero
 from hpczero.errors import StepError
-from tests.helpers.small_models import MLP, grad, mlp_input, sgd
+from tests.helpers.small_models import MLP, Loss, grad, mlp_input, sgd
 from tests.helpers.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
@@ -44,11 +44,6 @@ def clip_in_two_calls(model: nn.Module) -> None:
     torch.nn.utils.clip_grads_with_norm_(parameters, 0.3, norm)
 
 
-def scale(model: nn.Module) -> None:
-    for index, parameter in enumerate(model.parameters()):
-        grad(parameter).mul_(0.25 + index)
-
-
 def scale_data(model: nn.Module) -> None:
     for parameter in model.parameters():
         grad(parameter).data.div_(torch.tensor(3.0))
@@ -65,16 +60,6 @@ def drop_some(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def zero_some(model: nn.Module) -> None:
-    for parameter in list(model.parameters())[::2]:
-        grad(parameter).zero_()
-
-
-def signs(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        grad(parameter).sign_()
-
-
 ACTS: dict[str, Act] = {
     "clip": clip,
     "clip one by one": lambda m: clip_grad_norm_(m.parameters(), 0.5, foreach=False),
@@ -83,12 +68,12 @@ ACTS: dict[str, Act] = {
     "clip by the third norm": lambda m: clip_grad_norm_(m.parameters(), 0.1, norm_type=3.0),
     "clip in two calls": clip_in_two_calls,
     "clip values": lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 0.05),
-    "scale": scale,
+    "scale": lambda m: [grad(p).mul_(0.25 + i) for i, p in enumerate(m.parameters())],
     "scale data": scale_data,
     "normalise": normalise,
     "drop some": drop_some,
-    "zero some": zero_some,
-    "signs": signs,
+    "zero some": lambda m: [grad(p).zero_() for p in list(m.parameters())[::2]],
+    "signs": lambda m: [grad(p).sign_() for p in m.parameters()],
     "zero a submodule": lambda m: m.get_submodule("layers.1").zero_grad(),
 }
 
@@ -113,9 +98,8 @@ def compare(world: World, act: Act, forget: Act, **options: Any) -> None:
         for step in range(3):
             for part in range(2):
                 factor = step + part + 1
-                world.backward(
-                    model, plain, lambda m, rank, f=factor: m(f * mlp_input(rank)).square().mean()
-                )
+                loss: Loss = lambda m, rank, f=factor: m(f * mlp_input(rank)).square().mean()  # noqa: E731
+                world.backward(model, plain, loss)
             for each, its_optimizer in ((model, optimizer), (plain, reference)):
                 act(each)
                 its_optimizer.step()
@@ -136,29 +120,21 @@ def test_ways_to_forget_gradients(world: World, stage, transport, forget):
     compare(world, lambda model: None, forget, stage=stage, transport=transport)
 
 
-def _read(model: nn.Module) -> None:
-    grad(next(model.parameters())).isnan()
-
-
-def _noise(model: nn.Module) -> None:
-    parameter = next(model.parameters())
-    grad(parameter).add_(torch.ones(parameter.shape))
-
-
-def _assign(model: nn.Module) -> None:
-    parameter = next(model.parameters())
-    parameter.grad = torch.ones(parameter.shape)
-
-
 def _second_optimizer(model: nn.Module) -> None:
     with hpczero.gathered(model):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+OF_ELEMENTS: dict[str, Act] = {
+    "read": lambda m: grad(next(m.parameters())).isnan(),
+    "noise": lambda m: grad(next(m.parameters())).add_(torch.ones(15, 7)),
+    "assigned": lambda m: setattr(next(m.parameters()), "grad", torch.ones(15, 7)),
+    "second optimizer": _second_optimizer,
+}
+
+
 @STAGES
-@pytest.mark.parametrize(
-    "act", [_read, _noise, _assign, _second_optimizer], ids=lambda a: a.__name__
-)
+@pytest.mark.parametrize("act", OF_ELEMENTS.values(), ids=OF_ELEMENTS)
 def test_what_needs_elements_is_refused_by_name(world: World, stage, act):
     with world.mlp(sgd, stage=stage) as (model, _):
         model(mlp_input(world.rank)).sum().backward()
@@ -243,9 +219,7 @@ def test_setting_a_gradient_to_none_in_a_hook_that_comes_too_late_is_refused(wor
 
 
 @STAGES
-def test_dropping_one_gradient_of_an_interrupted_backward_leaves_the_others_incomplete(
-    world: World, stage
-):
+def test_dropping_one_gradient_of_an_interrupted_backward(world: World, stage):
     model = MLP()
     optimizer = sgd(model)
 
@@ -274,7 +248,7 @@ def _more_often(model: nn.Module, rank: int) -> None:
 
 @STAGES
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("act", [_other_parameters, _more_often], ids=lambda a: a.__name__)
+@pytest.mark.parametrize("act", [_other_parameters, _more_often])
 def test_changes_that_differ_between_ranks_are_refused(world: World, stage, act):
     with world.mlp(sgd, stage=stage) as (model, optimizer):
         model(mlp_input(world.rank)).sum().backward()

@@ -158,9 +158,7 @@ def test_a_loop_gives_torchs_result(world: World, make, divide, loop, stage):
 @pytest.mark.parametrize("clip", [None, 0.7])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("transport", ["auto", "flat"])
-def test_two_optimizers_of_one_kind_give_the_bits_of_one_with_two_groups(
-    world: World, stage, clip, precision, transport
-):
+def test_two_optimizers_are_as_one_with_two_groups(world: World, stage, clip, precision, transport):
     model, other = MLP(), MLP()
     parts = [[p for p in each.parameters() if p.dim() > 1] for each in (model, other)]
     rest = [[p for p in each.parameters() if p.dim() == 1] for each in (model, other)]

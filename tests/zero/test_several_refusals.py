@@ -53,9 +53,7 @@ def test_zeroify_refuses(world: World, case):
     model = MLP()
     optimizers, message = given(model)[case]
     before = [parameter.clone() for parameter in model.parameters()]
-    world.raises(
-        PlanError, message, lambda: hpczero.zeroify(model, optimizers, topology=world.topology)
-    )
+    world.raises(PlanError, message, world.zeroified(model, optimizers).__enter__)
     world.check(all(map(torch.equal, model.parameters(), before)))
 
 
@@ -64,9 +62,7 @@ def test_optimizers_in_another_order_on_one_rank(world: World):
     model = MLP()
     optimizers = by_shape(model)[:: -1 if world.rank else 1]
     said = "built another model, optimizer, stage or precision than rank 0"
-    world.raises(
-        PlanError, said, lambda: hpczero.zeroify(model, optimizers, topology=world.topology)
-    )
+    world.raises(PlanError, said, world.zeroified(model, optimizers).__enter__)
 
 
 @STAGES

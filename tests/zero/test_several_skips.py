@@ -26,22 +26,19 @@ PRECISIONS = pytest.mark.parametrize("precision", KINDS.values(), ids=KINDS.keys
 
 def poison(model: MLP, world: World, name: str = "") -> None:
     """A backward after which the last rank's gradient of one parameter, or of the loss, is infinite."""
+    factor = math.inf if world.rank == world.size - 1 else 1.0
     if not name:
-        factor = math.inf if world.rank == world.size - 1 else 1.0
         (model(mlp_input(world.rank)).sum() * factor).backward()
         return
-    parameter = dict(model.named_parameters())[name]
-    factor = math.inf if world.rank == world.size - 1 else 1.0
-    hook = parameter.register_hook(lambda gradient: gradient * factor)
+    hook = model.get_parameter(name).register_hook(lambda gradient: gradient * factor)
     mlp_backward(model, world.rank)
     hook.remove()
 
 
 def values(sharding: hpczero.Sharding) -> dict[str, list[torch.Tensor]]:
     """What this rank's pieces hold, by the kind of parameter: that of the optimizers of ``by_shape``."""
-    first, second = sharding.optimizers
     found = {}
-    for name, optimizer in (("matrices", first), ("vectors", second)):
+    for name, optimizer in zip(("matrices", "vectors"), sharding.optimizers, strict=True):
         with torch._C.DisableTorchFunctionSubclass():
             held = [p.detach().clone() for g in optimizer.param_groups for p in g["params"]]
         found[name] = [each.as_subclass(torch.Tensor) for each in held]
@@ -73,7 +70,7 @@ class Watched:
 @PRECISIONS
 @pytest.mark.parametrize("where", ["", "layers.1.0.weight", "layers.1.0.bias"])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_an_overflow_skips_both_once_and_halves_the_scale_once(
+def test_an_overflow_skips_both_and_halves_the_scale_once(
     world: World, stage, precision, where, swapped
 ):
     with world.mlp(by_shape, stage=stage, precision=precision) as (model, optimizers):

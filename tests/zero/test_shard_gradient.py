@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,37 +31,9 @@ def _scaler(optimizer: torch.optim.Optimizer) -> None:
     scaler.unscale_(optimizer)
 
 
-def _of_each(look: Callable[[Any], object]) -> Callable[[torch.optim.Optimizer], None]:
-    def act(optimizer: torch.optim.Optimizer) -> None:
-        for parameter in optimizer.param_groups[0]["params"]:
-            look(grad(parameter))
-
-    return act
-
-
-OTHER_NORMS = {
-    "detached": lambda g: g.detach().norm(),
-    "data": lambda g: g.data.norm(2),
-    "squares": lambda g: g.pow(2).sum(),
-    "cast": lambda g: g.float().norm(),
-    "scaled": lambda g: (2 * g).abs().max(),
-    "root of squares": lambda g: (g * g).sum().sqrt(),
-    "array": lambda g: g.cpu().numpy(),
-    "list": lambda g: g.tolist(),
-    "truth": lambda g: bool((g > 1).any()),
-    "variance": lambda g: torch.var_mean(g),
-    "foreach": lambda g: torch._foreach_norm([g.detach()]),
-}
-
-
-NORMS_OF_SHARDS = [
-    pytest.param(act, id=act.__name__) for act in (_norm_of_shards, _norm_one_by_one, _scaler)
-] + [pytest.param(_of_each(look), id=name) for name, look in OTHER_NORMS.items()]
-
-
 @pytest.mark.ranks(1, 2)  # of three, one owns nothing of units as small as these
 @STAGES
-@pytest.mark.parametrize("act", NORMS_OF_SHARDS)
+@pytest.mark.parametrize("act", [_norm_of_shards, _norm_one_by_one, _scaler])
 def test_what_takes_shards_for_whole_gradients_is_refused(world: World, stage, act):
     with world.mlp(sgd, stage=stage) as (model, optimizer):
         model(mlp_input(world.rank)).sum().backward()
@@ -83,12 +54,8 @@ def _halve_shards_in_place(optimizer: torch.optim.Optimizer) -> None:
 
 
 @STAGES
-@pytest.mark.parametrize(
-    "halve", [_halve_shards, _halve_shards_in_place], ids=lambda act: act.__name__
-)
-def test_what_is_assigned_to_gradients_of_shards_is_clipped_and_added_to(
-    world: World, stage, halve
-):
+@pytest.mark.parametrize("halve", [_halve_shards, _halve_shards_in_place])
+def test_what_is_assigned_to_gradients_is_clipped_and_added_to(world: World, stage, halve):
     plain = MLP()
     reference = sgd(plain)
     with world.mlp(sgd, stage=stage) as (model, optimizer):
@@ -113,14 +80,14 @@ def _clamp_data(parameter: torch.nn.Parameter) -> None:
     parameter.data.clamp_(-0.1, 0.1)
 
 
-CLAMPS = pytest.mark.parametrize("clamp", [_clamp, _clamp_data], ids=lambda act: act.__name__)
+CLAMPS = pytest.mark.parametrize("clamp", [_clamp, _clamp_data])
 
 
 @STAGES
 @CLAMPS
 @pytest.mark.parametrize("transport", ["auto", "flat"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_values_that_were_changed_after_the_step_are_refused_where_the_model_is_used(
+def test_values_changed_after_the_step_are_refused(
     world: World, stage, clamp, transport, precision
 ):
     options = {"stage": stage, "transport": transport, "precision": precision}
@@ -160,17 +127,6 @@ def test_values_in_other_memory_are_refused_at_the_step(world: World, stage):
 
 
 @STAGES
-def test_norms_of_parameters_follow_changes_of_shards(world: World, stage):
-    with world.mlp(sgd, stage=stage) as (model, optimizer):
-        model(mlp_input(world.rank)).sum().backward()
-        first = torch.nn.utils.get_total_norm([grad(p) for p in model.parameters()])
-        for parameter in optimizer.param_groups[0]["params"]:
-            grad(parameter).mul_(0.25)
-        second = torch.nn.utils.get_total_norm([grad(p) for p in model.parameters()])
-        world.check(abs(second - first / 4) < 1e-6 * first, f"{first} {second}")
-
-
-@STAGES
 def test_gradients_of_shards_set_to_none_are_in_no_norm(world: World, stage):
     with world.mlp(sgd, stage=stage) as (model, optimizer):
         model(mlp_input(world.rank)).sum().backward()
@@ -181,9 +137,7 @@ def test_gradients_of_shards_set_to_none_are_in_no_norm(world: World, stage):
 
 @STAGES
 @pytest.mark.parametrize("registered", ["before zeroify", "after zeroify"])
-def test_hooks_around_the_step_see_guarded_gradients_and_new_values(
-    world: World, stage, registered
-):
+def test_hooks_around_the_step(world: World, stage, registered):
     model = MLP()
     optimizer = sgd(model)
     refused: list[str] = []

@@ -29,28 +29,28 @@ def _piece() -> nn.Parameter:
 # Of a piece and its gradient.
 REFUSED: dict[str, Callable[[Any, Any], object]] = {
     "norm of a chunk": lambda p, g: p.chunk(2)[0].norm(),
-    "norm of a chunk of the gradient": lambda p, g: g.chunk(2)[0].norm(),
     "norm of a part": lambda p, g: g[:3].norm(),
     "norms of a list": lambda p, g: torch._foreach_norm(torch._foreach_mul([p, p], 1.0)),
-    "norms of a list of gradients": lambda p, g: torch._foreach_norm(torch._foreach_mul([g], 1.0)),
     "norm of what is cast": lambda p, g: g.to(torch.float64).norm(),
+    "norm without its graph": lambda p, g: g.detach().norm(),
+    "norm of its data": lambda p, g: g.data.norm(2),
+    "root of squares": lambda p, g: (g * g).sum().sqrt(),
+    "truth": lambda p, g: bool((g > 1).any()),
+    "numbers": lambda p, g: g.tolist(),
+    "variance": lambda p, g: torch.var_mean(g),
+    "roll": lambda p, g: g.roll(1),
+    "largest of lists": lambda p, g: torch._foreach_max([g]),
     "softmax": lambda p, g: g.softmax(0),
-    "log_softmax": lambda p, g: torch.log_softmax(g, 0),
     "mse_loss": lambda p, g: F.mse_loss(g, torch.zeros(6)),
-    "l1_loss": lambda p, g: F.l1_loss(p, torch.zeros(6)),
     "cosine_similarity": lambda p, g: F.cosine_similarity(g, p, dim=0),
     "matrix by vector": lambda p, g: g.view(1, -1).mv(p),
-    "product of batches": lambda p, g: torch.bmm(g.view(1, 1, -1), g.view(1, -1, 1)),
-    "addmm": lambda p, g: torch.addmm(torch.zeros(1, 1), g.view(1, -1), g.view(-1, 1)),
     "linear": lambda p, g: F.linear(g.view(1, -1), g.view(1, -1)),
-    "operator": lambda p, g: p @ p,
     "trace": lambda p, g: g.view(2, 3).trace(),
     "isin": lambda p, g: torch.isin(g, g),
     "dlpack": lambda p, g: torch.utils.dlpack.from_dlpack(g),
     "array": lambda p, g: p.detach().numpy(),
     "truth of an element": lambda p, g: bool(g[0] > 0),
     "unbind": lambda p, g: [abs(element) for element in p.unbind()],
-    "iteration": lambda p, g: list(p),
     "count": lambda p, g: g.count_nonzero(),
     "positions": lambda p, g: torch.where(g > 0),
     "mask": lambda p, g: g[g > 0],
@@ -63,22 +63,18 @@ REFUSED: dict[str, Callable[[Any, Any], object]] = {
 }
 
 ALLOWED: dict[str, Callable[[Any, Any], object]] = {
-    "sum with a number": lambda p, g: 1 + p + 1,
     "difference": lambda p, g: 1 - g - p,
-    "product": lambda p, g: 2 * g * p,
-    "quotient": lambda p, g: 2 / (g / p),
+    "product": lambda p, g: 2 * g * p + 2 / (g / p) + 1,
     "power": lambda p, g: 2**g + g**2,
     "remainder": lambda p, g: g % 2 + g // 2,
     "sum with an ordinary tensor": lambda p, g: torch.ones(6) + g + torch.ones(6),
     "comparisons": lambda p, g: (g > 0) & ~(p <= 0) | (g == p),
-    "greater_equal": lambda p, g: torch.greater_equal(g, 0),
     "signs": lambda p, g: g.sign() * g.abs().sqrt(),
     "clamp": lambda p, g: torch.clamp(g, -1, 1).clip(-0.5, 0.5),
     "soft threshold": lambda p, g: F.softshrink(p, 0.1),
     "where": lambda p, g: torch.where(g > 0, g, 0.0),
     "without NaN": lambda p, g: torch.where(torch.isfinite(g), g, 0.0).nan_to_num(),
     "mask filled": lambda p, g: g.masked_fill(g > 1, 1.0),
-    "lerp": lambda p, g: g.lerp(p.detach(), 0.1),
     "addcmul": lambda p, g: torch.addcmul(g, p, p).addcdiv(g, g),
     "list": lambda p, g: torch._foreach_add(torch._foreach_mul([p, g], 0.5), [g, p]),
     "moved": lambda p, g: g.detach().clone().to(torch.float64).float().half().cpu(),
@@ -100,14 +96,10 @@ IN_PLACE: dict[str, Callable[[Any, Any], object]] = {
     "lists in place": lambda p, g: torch._foreach_lerp_([g], [p.detach()], 0.5),
     "values clipped": lambda p, g: nn.utils.clip_grad_value_([p], 0.5),
     "values clipped one by one": lambda p, g: nn.utils.clip_grad_value_([p], 0.5, foreach=False),
+    "normal": lambda p, g: g.normal_(0.0, 0.1),
+    "bernoulli": lambda p, g: g.bernoulli_(0.5),
+    "init": lambda p, g: nn.init.normal_(g),
     "data": lambda p, g: (p.data.clamp_(-0.1, 0.1), g.data.mul_(2)),
-}
-
-RANDOM: dict[str, Callable[[Any], object]] = {
-    "normal": lambda g: g.normal_(0.0, 0.1),
-    "uniform": lambda g: g.uniform_(),
-    "bernoulli": lambda g: g.bernoulli_(0.5),
-    "init": lambda g: nn.init.normal_(g),
 }
 
 
@@ -143,32 +135,19 @@ def test_changes_in_place_are_those_of_an_ordinary_tensor(act):
     piece, plain = _piece(), _piece()
     open_shards([plain])
     with torch.no_grad():
-        act(piece, grad(piece))
-        act(plain, grad(plain))
+        for tensor in (piece, plain):
+            torch.manual_seed(0)
+            act(tensor, grad(tensor))
     open_shards([piece])
     assert torch.equal(piece, plain)
     assert torch.equal(grad(piece), grad(plain))
-
-
-@pytest.mark.parametrize("act", RANDOM.values(), ids=RANDOM)
-def test_random_numbers_are_those_of_an_ordinary_tensor(act):
-    piece, plain = _piece(), torch.zeros(6)
-    for tensor in (grad(piece), plain):
-        torch.manual_seed(0)
-        act(tensor)
-    open_shards([piece])
-    assert torch.equal(grad(piece), plain)
 
 
 def test_metadata_is_there():
     piece = _piece()
     for tensor in (piece, grad(piece)):
         assert (tensor.shape, tensor.size(0), tensor.numel(), tensor.dim()) == ((6,), 6, 6, 1)
-        assert (tensor.dtype, tensor.device.type, tensor.element_size()) == (
-            torch.float32,
-            "cpu",
-            4,
-        )
+        assert (tensor.dtype, tensor.device.type) == (torch.float32, "cpu")
         assert (tensor.stride(), tensor.is_contiguous(), len(tensor)) == ((1,), True, 6)
         assert tensor in {tensor}
     assert piece.requires_grad_() is piece
@@ -208,9 +187,7 @@ def _added_in_place(piece: Any) -> None:
     piece.grad.add_(piece, alpha=0.5)
 
 
-@pytest.mark.parametrize(
-    "decay", [_assigned, _added, _added_in_place], ids=lambda act: act.__name__
-)
+@pytest.mark.parametrize("decay", [_assigned, _added, _added_in_place])
 def test_a_gradient_takes_what_has_a_graph_and_gets_none(decay):
     plain = _piece()
     open_shards([plain])

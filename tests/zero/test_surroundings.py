@@ -107,9 +107,12 @@ def autocast(**options: Any) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, **options)
 
 
-def loss_in_autocast(model: nn.Module, rank: int, step: int) -> Tensor:
-    with autocast():
-        return loss_of(model, rank, step)
+def in_autocast(loss: Loss) -> Loss:
+    def run(model: nn.Module, rank: int, step: int) -> Tensor:
+        with autocast():
+            return loss(model, rank, step)
+
+    return run
 
 
 @STAGES
@@ -117,7 +120,7 @@ def loss_in_autocast(model: nn.Module, rank: int, step: int) -> Tensor:
 def test_one_autocast_block_around_several_steps(world: World, stage, transport):
     # in one process a block for each forward
     options = {"stage": stage, "transport": transport}
-    check_trained(world, plainly=loss_in_autocast, around=autocast, **options)
+    check_trained(world, plainly=in_autocast(loss_of), around=autocast, **options)
 
 
 def unit_loss(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -126,14 +129,9 @@ def unit_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return loss
 
 
-def unit_loss_in_autocast(model: nn.Module, rank: int, step: int) -> Tensor:
-    with autocast():
-        return unit_loss(model, rank, step)
-
-
 @STAGES
 def test_unit_called_alone_in_one_autocast_block_around_several_steps(world: World, stage):
-    options = {"plainly": unit_loss_in_autocast, "around": autocast, "stage": stage}
+    options = {"plainly": in_autocast(unit_loss), "around": autocast, "stage": stage}
     check_trained(world, MLP, unit_loss, **options)
 
 
@@ -168,17 +166,13 @@ def test_casts_of_a_forward_without_gradients_do_not_pile_up(world: World):
 
 TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
-    "grad of parameters": lambda model, x: torch.func.grad(
+    "of parameters": lambda model, x: torch.func.grad(
         lambda p: torch.func.functional_call(model, p, (x,)).sum()
     )(dict(model.named_parameters())),
-    "vjp": lambda model, x: torch.func.vjp(model, x),
     "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
     "jacrev": lambda model, x: torch.func.jacrev(model)(x),
-    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x),
     "vmap": lambda model, x: torch.func.vmap(model)(x),
-    "grad of a unit": lambda model, x: torch.func.grad(
-        lambda x: model.get_submodule("layers.0")(x).sum()
-    )(x),
+    "of a unit": lambda model, x: torch.func.jacrev(model.get_submodule("layers.0"))(x),
 }
 
 
@@ -194,9 +188,7 @@ def test_transforms_of_torch_func_are_refused_by_name(world: World, stage, trans
 
 @STAGES
 @TRANSPORTS
-def test_forward_mode_is_refused_by_name_unless_there_are_no_gradients(
-    world: World, stage, transport
-):
+def test_forward_mode_is_refused_unless_there_are_no_gradients(world: World, stage, transport):
     model, plain, x = MLP(), MLP(), mlp_input(0)
     optimizer = adamw(model)
 

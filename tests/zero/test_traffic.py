@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 import hpczero
+from hpczero.models import GPT
 from hpczero.plan import TrafficPlan
 from hpczero.zero.units.whole import UnitState
 from tests.helpers.small_models import adamw, same, sgd, tiny_gpt, tiny_tokens, update
-from tests.helpers.world import World
+from tests.helpers.world import World, on_nodes
 
 if TYPE_CHECKING:
     from hpczero import Sharding
@@ -56,12 +57,13 @@ class Wire:
 
 @contextmanager
 def counted(
-    world: World, model: nn.Module, optimizer: Any, **options: Any
-) -> Iterator[tuple[Sharding, Wire]]:
-    """Sharded inside, over communicators that count; any call they do not know fails the test."""
+    world: World, model: GPT | None = None, *, trains: bool = True, **options: Any
+) -> Iterator[tuple[GPT, Any, Sharding, Wire]]:
+    """A GPT sharded inside, over communicators that count; any call they do not know fails the test."""
     from mpi4py import MPI
 
-    wire = Wire()
+    wire, model = Wire(), model or tiny_gpt()
+    optimizer = adamw(model) if trains else None
 
     class Knowing(MPI.Intracomm):
         known: tuple[str, ...] = ()
@@ -85,12 +87,8 @@ def counted(
             super().Alltoall(send, receive)
 
     class All(Knowing):
-        known = (
-            "Allgather",
-            "Allreduce",
-            "Bcast",
-            "Sendrecv",
-        )  # the last: of calls that are new to ranks
+        # the last: of calls that are new to ranks
+        known = ("Allgather", "Allreduce", "Bcast", "Sendrecv")
 
         def Allgather(self, send: Any, receive: Any) -> None:
             wire.count("agreement", (self.size - 1) * send.nbytes)
@@ -124,7 +122,7 @@ def counted(
     topology: Any = dataclasses.replace(world.topology, **groups)
     how = {"topology": topology, "transport": "flat"} | options
     with world.zeroified(model, optimizer, **how) as state:
-        yield state, wire
+        yield model, optimizer, state, wire
 
 
 def train_step(
@@ -161,9 +159,7 @@ def check(
     world.check(all(wire.nbytes[op] == nbytes[op] for op in nbytes), said)
     world.check(wire.calls["broadcast"] == 0, said)
     world.check(agrees_shortly(world, wire, calls=agreements), said)
-    stats = sharding.collectives.stats
-    world.check(all(stats.calls[op] == calls[op] for op in calls), stats)
-    world.check(all(stats.sent_nbytes[op] == nbytes[op] for op in nbytes), stats)
+    accounts_equal_plan(world, sharding, plan)
 
 
 def agrees_shortly(world: World, wire: Wire, *, calls: int = 2) -> bool:
@@ -182,10 +178,9 @@ def measured(model: nn.Module, optimizer: Any, sharding: Sharding, wire: Wire, *
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_moves_two_or_three_times_the_model_and_its_padding(world: World, stage, precision):
-    model = tiny_gpt()
-    psi, optimizer, size = sum(p.numel() for p in model.parameters()), adamw(model), world.size
-    units = 1 + len(model.blocks)
-    with counted(world, model, optimizer, stage=stage, precision=precision) as (state, wire):
+    options, size = {"stage": stage, "precision": precision}, world.size
+    with counted(world, **options) as (model, optimizer, state, wire):
+        psi, units = sum(p.numel() for p in model.parameters()), 1 + len(model.blocks)
         measured(model, optimizer, state, wire)
         padding = state.plan.padding_numel
         world.check(0 < padding < 64 * size * units, padding)
@@ -203,9 +198,7 @@ def test_a_step_moves_two_or_three_times_the_model_and_its_padding(world: World,
 @pytest.mark.parametrize(("micro_steps", "synced"), [(3, 3), (3, 1), (3, 2)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_accumulation_moves_what_the_plan_says(world: World, stage, micro_steps, synced):
-    model = tiny_gpt()
-    optimizer = adamw(model)
-    with counted(world, model, optimizer, stage=stage, precision="bf16") as (state, wire):
+    with counted(world, stage=stage, precision="bf16") as (model, optimizer, state, wire):
         how: dict[str, Any] = {"micro_steps": micro_steps, "synced": synced}
         measured(model, optimizer, state, wire, **how)
         check(world, wire, state, state.plan.traffic(**how))
@@ -219,13 +212,9 @@ def test_accumulation_moves_what_the_plan_says(world: World, stage, micro_steps,
 @pytest.mark.parametrize("transport", ["window", "ipc"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_shared_memory_on_one_node_sends_no_parameter_and_no_gradient(
-    world: World, stage, precision, transport
-):
-    model = tiny_gpt()
-    optimizer = adamw(model)
+def test_shared_memory_of_a_node_sends_no_parameter(world: World, stage, precision, transport):
     options = {"stage": stage, "transport": transport, "precision": precision}
-    with counted(world, model, optimizer, **options) as (state, wire):
+    with counted(world, **options) as (model, optimizer, state, wire):
         measured(model, optimizer, state, wire)
         said = f"{wire.calls} {wire.nbytes}; {state.collectives.stats}"
         world.check(agrees_shortly(world, wire), said)
@@ -237,8 +226,9 @@ def test_shared_memory_on_one_node_sends_no_parameter_and_no_gradient(
         accounts_equal_plan(world, state)
 
 
-def accounts_equal_plan(world: World, state: Sharding) -> None:
-    stats, plan = state.collectives.stats, state.plan.traffic(footprint=state.collectives.footprint)
+def accounts_equal_plan(world: World, state: Sharding, plan: TrafficPlan | None = None) -> None:
+    stats = state.collectives.stats
+    plan = plan or state.plan.traffic(footprint=state.collectives.footprint)
     said = f"{stats}, planned {plan}"
     world.check(stats.calls["all_gather"] == plan.all_gathers, said)
     world.check(stats.calls["reduce_scatter"] == plan.reduce_scatters, said)
@@ -255,12 +245,13 @@ def accounts_equal_plan(world: World, state: Sharding) -> None:
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_between_two_nodes_the_accounts_are_the_plan(comm, stage, precision, transport):
-    half = comm.size // 2
-    world = World(comm, hpczero.Topology.create(comm, [0] * half + [1] * half))
-    model = tiny_gpt()
+    model, half = tiny_gpt(), comm.size // 2
     optimizer = adamw(model)
     options = {"stage": stage, "transport": transport, "precision": precision}
-    with world.zeroified(model, optimizer, **options) as state:
+    with (
+        on_nodes(comm, [0] * half + [1] * half) as world,
+        world.zeroified(model, optimizer, **options) as state,
+    ):
         train_step(model, optimizer, state)
         state.collectives.stats.reset()
         train_step(model, optimizer, state)
@@ -270,15 +261,13 @@ def test_between_two_nodes_the_accounts_are_the_plan(comm, stage, precision, tra
             shards = sum(unit.layout.shard_numel for unit in state.plan.units)
             found = sum(state.collectives.stats.sent_nbytes[op] for op in OPERATIONS)
             world.check(found == 3 * 4 * shards, f"{found}, {shards}")
-    world.topology.free()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_checkpointed_blocks_move_no_more(world: World, stage):
-    model = tiny_gpt(checkpoint_activations=True)
-    optimizer = adamw(model)
-    with counted(world, model, optimizer, stage=stage) as (state, wire):
+    made = tiny_gpt(checkpoint_activations=True)
+    with counted(world, made, stage=stage) as (model, optimizer, state, wire):
         measured(model, optimizer, state, wire)
         check(world, wire, state, state.plan.traffic())
 
@@ -286,10 +275,9 @@ def test_checkpointed_blocks_move_no_more(world: World, stage):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_frozen_blocks_are_not_reduced(world: World, stage):
-    model = tiny_gpt()
-    model.blocks[0].requires_grad_(False)
-    optimizer = adamw(model)
-    with counted(world, model, optimizer, stage=stage) as (state, wire):
+    made = tiny_gpt()
+    made.blocks[0].requires_grad_(False)
+    with counted(world, made, stage=stage) as (model, optimizer, state, wire):
         measured(model, optimizer, state, wire)
         # one more in backward: whether a rank has unfrozen something
         check(world, wire, state, state.plan.traffic(), agreements=3)
@@ -298,11 +286,10 @@ def test_frozen_blocks_are_not_reduced(world: World, stage):
 
 @pytest.mark.ranks(2)
 def test_forward_without_gradients_gathers_once(world: World):
-    model, tokens = tiny_gpt(), tiny_tokens(world.rank)
-    with counted(world, model, None) as (state, wire):
+    with counted(world, trains=False) as (model, _, state, wire):
         wire.clear()
         with torch.no_grad():
-            model(tokens)
+            model(tiny_tokens(world.rank))
         padded = sum(unit.layout.padded_numel for unit in state.plan.units)
         world.check(wire.calls == {"all_gather": 3}, wire.calls)
         expected = 4 * padded * (world.size - 1) // world.size
@@ -325,9 +312,7 @@ def test_parameters_kept_whole_between_micro_batches_are_gathered_once(world: Wo
 
     calls, values = [], []
     for keeps in (False, True):
-        model = tiny_gpt()
-        optimizer = adamw(model)
-        with counted(world, model, optimizer) as (state, wire):
+        with counted(world) as (model, optimizer, state, wire):
             assert state.schedule is not None
             kept = state.schedule.residence.keep_whole if keeps else nullcontext
             calls.append(trained(state, wire, kept, optimizer))

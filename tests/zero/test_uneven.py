@@ -65,9 +65,7 @@ def settle(model: nn.Module, stage: int) -> None:
 @pytest.mark.parametrize("transport", ["hierarchical", "window"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_sent_and_messages_between_nodes_are_the_plan(
-    world: World, stage, precision, transport
-):
+def test_bytes_and_messages_between_nodes_are_the_plan(world: World, stage, precision, transport):
     model = tiny_gpt()
     optimizer = adamw(model)
     options = {"transport": transport, "stage": stage, "precision": precision}

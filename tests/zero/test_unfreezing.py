@@ -124,7 +124,7 @@ WAYS = [(way, precision) for way in ("window", "hierarchical") for precision in 
     ("kind", "transport", "precision"),
     [*((kind, "flat", "bf16") for kind in TWINS), *(("adamw", *way) for way in WAYS)],
 )
-def test_a_layer_unfrozen_later_is_in_every_bit_one_that_had_a_master_from_the_start(
+def test_a_layer_unfrozen_later_has_the_bits_of_one_with_a_master(
     world: World, stage, kind, transport, precision
 ):
     found = []
@@ -143,9 +143,7 @@ def test_a_layer_unfrozen_later_is_in_every_bit_one_that_had_a_master_from_the_s
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_memory_and_plan_are_those_of_a_model_that_trained_the_layer_from_the_start(
-    world: World, stage, precision
-):
+def test_memory_and_plan_are_those_of_a_layer_that_trained(world: World, stage, precision):
     held = []
     for late in (True, False):
         program = Twin(KINDS["adamw"], late=late, precision=precision)
@@ -215,9 +213,7 @@ def offload(place: str, folder: Path) -> Offload:
     ("place", "stage"),
     [*((place, 3) for place in PLACES), *((place, 2) for place in PLACES if place != "parameters")],
 )
-def test_a_layer_unfrozen_beside_others_on_a_tier_trains_as_in_plain_torch(
-    world: World, place, stage, folder
-):
+def test_a_layer_unfrozen_beside_others_on_a_tier(world: World, place, stage, folder):
     plain, program = Program(), Program()
     where = offload(place, folder)
     with world.zeroified(program.model, program.optimizer, stage=stage, offload=where) as sharding:
@@ -247,9 +243,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_after_the_change(world: World, place
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_whose_gradients_are_clipped_has_the_norm_of_a_run_without_a_tier(
-    world: World, precision, folder
-):
+def test_a_clipped_step_has_the_norm_of_a_run_without_a_tier(world: World, precision, folder):
     norms: list[list[float]] = [[], []]
     for found, where in zip(norms, (None, offload("gradients too", folder)), strict=True):
         program = Program()

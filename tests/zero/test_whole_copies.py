@@ -24,9 +24,8 @@ PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @STAGES
 @PRECISIONS
 def test_full_state_dict_loads_into_a_plain_model_with_tied_names(world: World, stage, precision):
-    model = tiny_gpt()
-    optimizer, tokens = adamw(model), tiny_tokens(world.rank)
-    with world.zeroified(model, optimizer, stage=stage, precision=precision):
+    tokens = tiny_tokens(world.rank)
+    with world.gpt(stage=stage, precision=precision) as (model, optimizer, _):
         model(tokens, tokens).backward()
         optimizer.step()
         state = hpczero.full_state_dict(model)
@@ -64,11 +63,7 @@ def test_full_gradients_are_the_mean_over_ranks_on_every_rank(world: World):
         found = hpczero.full_gradients(model)
         trainable = [name for name, _ in plain.named_parameters() if "layers.0" not in name]
         world.check(list(found) == trainable, list(found))
-        for name, gradient in found.items():
-            expected = plain.get_parameter(name).grad
-            assert expected is not None
-            close = torch.allclose(gradient, expected, rtol=1e-5, atol=1e-6)
-            world.check(close, name)
+        world.check_gradients(model, plain)
 
 
 class Made(TorchDispatchMode):
