@@ -104,9 +104,8 @@ def test_an_embedding_cut_by_its_vocabulary_is_the_plain_one(
     plain = nn.Embedding(11, 6, padding_idx=9, _weight=table.clone())
     tokens = torch.tensor([[0, 10, 9, 3, 3], [7, 9, 1, 10, 2]])
     placement = placed(sums, table, 0)
-    layer = VocabularyEmbedding(
-        own(table, placement), placement, sums, sequence=sequence, padding_idx=9
-    )
+    layer = VocabularyEmbedding(own(table, placement), None, placement, sums, sequence=sequence)
+    layer.padding_idx = 9
     weight = drawn(2, 5, 6, seed=2)
     wanted, found = plain(tokens), layer(tokens)
     (wanted * weight).sum().backward()
