@@ -205,7 +205,5 @@ def test_bytes_held_equal_the_plan(
             world.check(bool(plan.unsharded) <= most <= plan.unsharded, f"unsharded: {most}")
         planned = {name: getattr(plan, name) for name in held}
         # up to what memory is rounded to
-        wrong = [
-            name for name in held if abs(held[name] - planned[name]) > 0.02 * planned[name] + 256
-        ]
+        wrong = [n for n in held if abs(held[n] - planned[n]) > 0.02 * planned[n] + 256]
         world.check(not wrong, f"{wrong} differ: {held}, {planned}")

@@ -10,8 +10,8 @@ from torch import nn
 
 import hpczero
 from hpczero import Sharding
-from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, update
-from tests.helpers.world import World
+from tests.helpers.small_models import tiny_tokens, update
+from tests.helpers.world import World, on_nodes
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(3, 4, 5)]
 
@@ -22,9 +22,8 @@ OPERATIONS = ("all_gather", "reduce_scatter")
 @pytest.fixture
 def world(comm) -> Iterator[World]:
     """On nodes with different numbers of ranks."""
-    topology = hpczero.Topology.create(comm, NODES[comm.size])
-    yield World(comm, topology)
-    topology.free()
+    with on_nodes(comm, NODES[comm.size]) as world:
+        yield world
 
 
 def trained(sharding: Sharding, model: Any, optimizer: Any, steps: int = 3) -> list[bytes]:
@@ -46,10 +45,8 @@ def trained(sharding: Sharding, model: Any, optimizer: Any, steps: int = 3) -> l
 def test_every_transport_trains_to_the_bits_of_flat(world: World, stage, precision):
     found = {}
     for transport in ("flat", "hierarchical", "window", "auto"):
-        model = tiny_gpt()
-        optimizer = adamw(model)
         options = {"transport": transport, "stage": stage, "precision": precision}
-        with world.zeroified(model, optimizer, **options) as sharding:
+        with world.gpt(**options) as (model, optimizer, sharding):
             found[transport] = trained(sharding, model, optimizer)
     odd = [name for name, bits in found.items() if bits != found["flat"]]
     world.check(not odd, f"{odd} differ from flat")
@@ -66,10 +63,8 @@ def settle(model: nn.Module, stage: int) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_and_messages_between_nodes_are_the_plan(world: World, stage, precision, transport):
-    model = tiny_gpt()
-    optimizer = adamw(model)
     options = {"transport": transport, "stage": stage, "precision": precision}
-    with world.zeroified(model, optimizer, **options) as sharding:
+    with world.gpt(**options) as (model, optimizer, sharding):
         trained(sharding, model, optimizer, steps=1)
         between: Any = sharding.collectives
         settle(model, stage)
@@ -101,10 +96,10 @@ def test_bytes_and_messages_between_nodes_are_the_plan(world: World, stage, prec
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_held_are_the_plan(world: World, stage, precision, transport):
-    model = tiny_gpt(vocab_size=512, context=64, layers=4, hidden=64, heads=4)
-    optimizer, tokens = adamw(model), tiny_tokens(world.rank)
+    tokens = tiny_tokens(world.rank)
+    sizes = {"vocab_size": 512, "context": 64, "layers": 4, "hidden": 64, "heads": 4}
     options = {"transport": transport, "stage": stage, "precision": precision}
-    with world.zeroified(model, optimizer, **options) as sharding:
+    with world.gpt(sizes, **options) as (model, optimizer, sharding):
         for _ in range(3):
             sharding.memory.reset_peak()
             optimizer.zero_grad()
