@@ -87,7 +87,6 @@ def test_metric_that_needs_other_stages_is_refused_on_every_rank(
     comm: MPI.Intracomm, kind: type[Guessing], said: str
 ) -> None:
     said = rf"{kind.__name__}.metric: with parallel.pipeline above 1 it may call model\(inputs\) once.*{said}"
-    degrees = {"pipeline": 2}
-    with laid_out(comm, LayoutOptions(**degrees)) as topology:
+    with laid_out(comm, LayoutOptions(pipeline=2)) as topology:
         given = kind(SMALL), rows(60), rows(20), topology
-        raises_on_all(comm, ConfigError, said, sharded_run, *given, **degrees)
+        raises_on_all(comm, ConfigError, said, sharded_run, *given, pipeline=2)

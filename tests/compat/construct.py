@@ -323,7 +323,7 @@ class Habits(list[Construct]):
 
     def part(self, part: str, name: str, more: dict[str, Any]) -> Callable[[T], T]:
         def add(code: T) -> T:
-            self.add(name, said(code), **{part: code}, **more)
+            self.add(name, said(code), **more | {part: code})
             return code
 
         return add

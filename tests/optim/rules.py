@@ -184,7 +184,9 @@ class Training:
             hpczero.release(self.model)
 
 
-def stack_and_its_matrices(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[Tensor]:
+def stack_and_its_matrices(
+    make: Callable[[list[nn.Parameter]], Optimizer],
+) -> tuple[Tensor, Tensor]:
     """A stack after three steps, and its matrices after the same as parameters of their own."""
     generator = torch.Generator().manual_seed(1)
     stack = nn.Parameter(torch.randn(3, 7, 5, generator=generator))
@@ -196,7 +198,7 @@ def stack_and_its_matrices(make: Callable[[list[nn.Parameter]], Optimizer]) -> l
             matrix.grad = gradient.clone()
         ours.step()
         theirs.step()
-    return [stack.detach(), torch.stack([*each]).detach()]
+    return stack.detach(), torch.stack([*each]).detach()
 
 
 @contextmanager

@@ -165,7 +165,7 @@ ACCESSES: dict[str, Callable[[nn.Module], Any]] = {
     "in inference": lambda m: torch.inference_mode()(m)(mlp_input(0)).clone(),
     "one of its modules": lambda m: m.get_submodule("layers.1")(torch.ones(2, 15, dtype=HALF)),
     "modules backwards": lambda m: [
-        layer(torch.ones(2, layer[0].in_features, dtype=HALF)) for layer in reversed(m.layers)
+        m.get_submodule(f"layers.{i}")(torch.ones(2, (7, 15, 15)[i], dtype=HALF)) for i in (2, 1, 0)
     ],
     "gathered": in_whole,
     "full_state_dict": hpczero.full_state_dict,
