@@ -82,16 +82,13 @@ def _fault(manifest: Manifest) -> str:
             f"import with --tied {gpt2.HEAD}={gpt2.TABLE})"
         )
     buffers = manifest.meta["buffers"]
-    if shapes != expected or tied != {gpt2.HEAD: gpt2.TABLE} or buffers or not _sized(shapes):
+    sized = "blocks.0.mlp.expansion.weight" in shapes and all(map(all, shapes.values()))
+    if shapes != expected or tied != {gpt2.HEAD: gpt2.TABLE} or buffers or not sized:
         return "its parameters are not those of the GPT there"
     hidden, ffn = shapes[gpt2.TABLE][1], shapes["blocks.0.mlp.expansion.weight"][0]
     if ffn != FFN_MULTIPLE * hidden:
         return f"its MLP is {ffn} wide, and there it is {FFN_MULTIPLE * hidden}"
     return ""
-
-
-def _sized(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    return "blocks.0.mlp.expansion.weight" in shapes and all(map(all, shapes.values()))
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]], model: Mapping[str, Any]) -> dict[str, Any]:

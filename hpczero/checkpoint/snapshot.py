@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -374,20 +372,15 @@ def _optimizer(
         **several,
         "groups": groups,
         "kinds": dict(kinds),
-        "present": {key: compact(_sorted(values, table), table) for key, values in present.items()},
+        "present": {key: compact(values, table) for key, values in present.items()},
     }
 
 
-def _sorted(values: Mapping[str, Any], table: on_disk.Table) -> dict[str, Any]:
-    """``values`` in the order of the model, whichever ranks they came from."""
-    return {row.name: values[row.name] for row in table.owners if row.name in values}
-
-
 def compact(values: Mapping[str, Any], table: on_disk.Table) -> dict[str, Any]:
-    """The entries of all trainable parameters, as one entry ``*`` if they are equal."""
-    trainable = sum(not row.frozen for row in table.owners if row.numel)
+    """The entries of all trainable parameters in the order of the model, as one entry ``*`` if they are equal."""
+    values = {row.name: values[row.name] for row in table.owners if row.name in values}
     distinct = set(values.values())
-    if len(values) == trainable and len(distinct) == 1:
+    if len(distinct) == 1 and len(values) == sum(not r.frozen for r in table.owners if r.numel):
         return {"*": distinct.pop()}
     return dict(values)
 
@@ -420,12 +413,7 @@ def _buffers_part(
 
 
 def _provenance() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "created": on_disk.now(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
+    return on_disk.programs() | {
         "hdf5": h5py.version.hdf5_version,
         "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
         "slurm_job": Environment.read().job,

@@ -664,6 +664,3 @@ def best_path(group: Group, device: torch.device) -> Path:
     if group.num_nodes == 1:
         return SharedPath(group, accelerator_of(device))
     return MessagePath(group)
-
-
-__all__ = ["Sums", "give_values", "sums_over"]

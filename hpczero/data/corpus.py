@@ -34,8 +34,6 @@ ROWS = (".arrow", ".parquet")  # how files of rows end; as text their bytes mean
 BINARY = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "Zstandard",
-    b"\xfd7zXZ\x00": "xz",
-    b"BZh": "bzip2",
     b"PK\x03\x04": "zip",
     b"\x89HDF\r\n": "HDF5",
 }
@@ -242,14 +240,11 @@ def _files_below(folder: Path, progress: Progress, skip: frozenset[str]) -> list
     found: list[Path] = []
     seen: set[str] = set()  # links may lead in circles
     for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=not skip):
-        seen.add(os.path.realpath(parent))
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".")
-            and name not in skip
-            and os.path.realpath(os.path.join(parent, name)) not in seen
-        ]
+        if (real := os.path.realpath(parent)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
         for path in (Path(parent, name) for name in files if not name.startswith(".")):
             if path.is_file():
                 found.append(path)
@@ -270,13 +265,6 @@ def _refuse_rows(path: Path) -> None:
         )
 
 
-def _refuse_binary(path: Path, begin: bytes) -> None:
-    """Refuse files that hold text in packed form, or none at all, by their first bytes."""
-    for signature, kind in BINARY.items():
-        if begin.startswith(signature):
-            raise DataError(f"{path}: is a file of {kind}, not text; give its text, unpacked")
-
-
 def _no_listing(error: OSError) -> DataError:
     return DataError(f"{error.filename}: cannot list the folder ({error.strerror})")
 
@@ -291,8 +279,9 @@ def _hashed(path: Path, progress: Progress) -> Generator[None, None, Document]:
     """Measure and hash a file, in steps of a block."""
     digest, nbytes, table = hashlib.sha256(), 0, []
     for block in _blocks(path):
-        if not nbytes:
-            _refuse_binary(path, block)
+        kind = next((BINARY[begin] for begin in BINARY if block.startswith(begin)), None)
+        if kind is not None and not nbytes:
+            raise DataError(f"{path}: is a file of {kind}, not text; give its text, unpacked")
         digest.update(block)
         table.append(TextBlock(nbytes, len(block), xxhash.xxh3_64_intdigest(block)))
         nbytes += len(block)

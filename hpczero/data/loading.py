@@ -582,6 +582,3 @@ def _add(
     if extension == "__key__" or any(extension == other for other, _, _ in files):
         raise DataError(f"{path}: sample {key} has two files .{extension}")
     files.append((extension, member.offset_data, member.size))
-
-
-__all__ = ["GlobalBatches", "ResumableLoader", "Share", "TarShards"]

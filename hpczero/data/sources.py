@@ -504,8 +504,8 @@ def _tokenizer(path: Path, files: list[TokenFile], stated: Mapping[str, Any]) ->
     size, separator = stated.get("vocab_size", 0), stated.get("separator")
     if "file" in stated and not size and not isinstance(separator, int):
         return LibraryTokenizer.of_file(str(path.parent / stated["file"]), separator)
-    of_ids = separator is None or isinstance(separator, int)
-    if "file" in stated or not of_ids or size < 1 or not 0 <= (separator or 0) < size:
+    named = "file" in stated or isinstance(separator, str)
+    if named or size < 1 or not 0 <= (separator or 0) < size:
         raise DataError(
             f"{path}: no source is a token file, so say whose tokens they are: [tokenizer] with file, and perhaps the "
             "token that ends a document as separator; or with vocab_size of 1 or more and perhaps a number below it as "
@@ -524,22 +524,17 @@ def _of_file(entry: Mapping[str, Any], file: TokenFile) -> MixtureSource:
 
 def _of_flat(path: Path, entry: Mapping[str, Any], vocab_size: int) -> MixtureSource:
     file = path.parent / entry["path"]
-    ids = mapped(file, entry.get("dtype"))
+    ids, identity = mapped(file, entry.get("dtype")), fingerprint(file)
     cut = len(ids)
-    identity = fingerprint(file)
-    validation = entry.get("validation")
-    if validation is None:
-        cut -= max(1, round(cut * HELD_OUT))
-        held_out = FlatTokens(file, ids, cut, len(ids), vocab_size, identity)
-    else:
-        other = path.parent / validation
+    if "validation" in entry:
+        other = path.parent / entry["validation"]
         found = mapped(other, entry.get("dtype"))
         held_out = FlatTokens(other, found, 0, len(found), vocab_size, fingerprint(other))
+    else:
+        cut -= max(1, round(cut * HELD_OUT))
+        held_out = FlatTokens(file, ids, cut, len(ids), vocab_size, identity)
     train = FlatTokens(file, ids, 0, cut, vocab_size, identity)
     said = f"{identity.hex()} {train.numel} {held_out.fingerprint.hex()} {held_out.numel}"
     return MixtureSource(
         file, entry.get("weight", 1), TokenSplit(train, 0, 0), TokenSplit(held_out, 0, 0), said
     )
-
-
-__all__ = ["MixedBatches", "Sources", "Turns", "names_sources"]

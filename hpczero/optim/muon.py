@@ -222,10 +222,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
         """Update parameters that have gradients; as of any optimizer of torch. Collective on a zeroified model."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if group["rule"] == "muon":

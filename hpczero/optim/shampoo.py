@@ -72,10 +72,7 @@ class Shampoo(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
         """Update parameters that have gradients; as of any optimizer of torch. Collective on a zeroified model."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import re
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
+from importlib.metadata import version
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -213,6 +216,17 @@ def digest(data: npt.NDArray[Any]) -> str:
 def now() -> str:
     """UTC, ISO 8601, in seconds."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def programs() -> dict[str, str]:
+    """Where, when and with which programs a checkpoint is made."""
+    return {
+        "host": socket.gethostname(),
+        "created": now(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "numpy": version("numpy"),
+    }
 
 
 def some(names: Sequence[str], between: str = ", ") -> str:

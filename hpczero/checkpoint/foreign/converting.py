@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import shutil
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -290,14 +288,7 @@ def _meta(
         "stage": 0,
         "precision": "fp32",
         "extra": dict(extra),
-        "provenance": {
-            "imported": str(path.resolve()),
-            "host": socket.gethostname(),
-            "created": on_disk.now(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
+        "provenance": {"imported": str(path.resolve())} | on_disk.programs(),
     }
 
 

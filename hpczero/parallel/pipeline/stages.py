@@ -452,13 +452,21 @@ def gpt_stages(model: Any) -> Stages:
 
 def llama_stages(model: Any) -> Stages:
     """The stages of ``hpczero.models.Llama``, which has Hugging Face's names and no mask to pass on."""
+    return _llama(
+        lambda model, block, x: model.model.run(block, x),
+        lambda model, x, *targets: model.head(x, *targets),
+    )
+
+
+def _llama(call: Callable[..., Any], head: Callable[..., Any]) -> Stages:
+    """``head`` is given what comes out of the last norm."""
     return Stages(
         "model.layers",
         ("model.embed_tokens",),
         ("model.norm", "lm_head"),
         enter=lambda model, tokens: model.model.embed_tokens(tokens),
-        call=lambda model, block, x: model.model.run(block, x),
-        leave=lambda model, x, *targets: model.head(model.model.norm(x), *targets),
+        call=call,
+        leave=lambda model, x, *targets: head(model, model.model.norm(x), *targets),
     )
 
 
@@ -475,15 +483,8 @@ def hugging_face_stages(model: Any) -> Stages:
     """
     kind = type(model).__name__
     if kind == "LlamaForCausalLM":
-        return Stages(
-            "model.layers",
-            ("model.embed_tokens",),
-            ("model.norm", "lm_head"),
-            enter=lambda model, tokens: model.model.embed_tokens(tokens),
-            call=_call_llama,
-            leave=lambda model, x, *labels: _loss(
-                model, model.lm_head(model.model.norm(x)), *labels
-            ),
+        return _llama(
+            _call_llama, lambda model, x, *labels: _loss(model, model.lm_head(x), *labels)
         )
     if kind == "GPT2LMHeadModel":
         return Stages(

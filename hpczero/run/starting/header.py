@@ -73,24 +73,22 @@ def tell_header(
     ``run`` is what the memory check has counted.
     """
     topology = sharding.topology
-    log.info("%s", topology.describe())
     part = run if run is not None and run.layout else None
-    for line in describe_layout(part) if part else []:
-        log.info("%s", line)
     deterministic = ", deterministic operations alone" if config.parallel.deterministic else ""
-    log.info("device: %s%s", accelerator.describe(), deterministic)
-    warn_of_shared_devices(topology, accelerator)
-    log.info("transport: %s", sharding.collectives.describe())
-    for line in sharding.collectives.measured():
-        log.info("  %s", line)
-    for line in describe_plan(sharding, config, part):
-        log.info("%s", line)
+    lines = [topology.describe(), *(describe_layout(part) if part else [])]
+    lines += [f"device: {accelerator.describe()}{deterministic}"]
+    lines += [f"transport: {sharding.collectives.describe()}"]
+    lines += [f"  {line}" for line in sharding.collectives.measured()]
+    lines += describe_plan(sharding, config, part)
     if checkpointing is not None:
-        log.info("%s", describe_activations(checkpointing, config))
+        lines += [describe_activations(checkpointing, config)]
     if compiled := compiled_modules(config, sharding.model):
-        log.info("compiled by torch.compile in the first steps: %d modules", len(compiled))
-    log.info("%s", reading.describe())
-    log.info("%s", describe_run(config, batch, adapter.context, topology.data, unit=adapter.unit))
+        lines += [f"compiled by torch.compile in the first steps: {len(compiled)} modules"]
+    told = describe_run(config, batch, adapter.context, topology.data, unit=adapter.unit)
+    lines += [reading.describe(), told]
+    warn_of_shared_devices(topology, accelerator)
+    for line in lines:
+        log.info("%s", line)
 
 
 def describe_layout(part: PlannedRun) -> list[str]:

@@ -275,14 +275,12 @@ def open_reading(
         style = config.log.progress
         tokens = open_tokens(config.data, topology, progress=style, signals=signals)
         with topology.agreed("give the model its vocabulary"):
-            adapter = an_adapter(
-                adapter.with_vocabulary(tokens.vocab_size), f"{name}.with_vocabulary()"
-            )
+            sized = adapter.with_vocabulary(tokens.vocab_size)
+            adapter = an_adapter(sized, f"{name}.with_vocabulary()")
             if config.data.documents == "separate":
                 check_separate(config)
-                adapter = an_adapter(
-                    adapter.with_separator(tokens.tokenizer.separator), f"{name}.with_separator()"
-                )
+                apart = adapter.with_separator(tokens.tokenizer.separator)
+                adapter = an_adapter(apart, f"{name}.with_separator()")
             return TextReading(tokens), adapter
     with topology.agreed("open the samples of the adapter"):
         _check_no_text(config, name)
