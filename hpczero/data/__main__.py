@@ -55,7 +55,7 @@ class Prepare:
     def __call__(self) -> None:
         """Write the file and say what it holds. Under a launcher of several ranks all of them share the work."""
         self._check()
-        check_target(self.out, self.texts)  # now: reading the texts may take hours
+        check_target(self.out)  # now: reading the texts may take hours
         # By default it would end the process before what is half written is taken away.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         with PhaseProgress("auto", _say, to_stderr=True) as shown:

@@ -281,7 +281,7 @@ def _hashed(path: Path, progress: Progress) -> Generator[None, None, Document]:
     for block in _blocks(path):
         kind = next((BINARY[begin] for begin in BINARY if block.startswith(begin)), None)
         if kind is not None and not nbytes:
-            raise DataError(f"{path}: is a file of {kind}, not text; give its text, unpacked")
+            raise DataError(f"{path}: is a file of {kind}, not text; give text alone, unpacked")
         digest.update(block)
         table.append(TextBlock(nbytes, len(block), xxhash.xxh3_64_intdigest(block)))
         nbytes += len(block)

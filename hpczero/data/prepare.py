@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -190,10 +191,10 @@ HEAD_NBYTES = 2**16  # of a file; its format is said there
 _WAY_OUT = "nothing was changed; give another name, or take it away yourself"
 
 
-def check_target(path: Path, sources: Iterable[Path] = ()) -> None:
-    """Refuse to write a token file to ``path``, made of ``sources``, if that would lose something else.
+def check_target(path: Path) -> None:
+    """Refuse to write a token file to ``path`` if that would lose something else than a token file.
 
-    A FIFO or device is not opened.
+    A FIFO or device is not opened. What a token file is made of is none.
 
     Raises:
         DataError: the message says what is there.
@@ -205,8 +206,6 @@ def check_target(path: Path, sources: Iterable[Path] = ()) -> None:
                 f"{path}: is a directory, expected the name of a token file; give one in it, such as "
                 f"{path / 'tokens.h5'}, or give another name"
             )
-        if kind == "a file" and _is_among(path, sources):
-            raise DataError(f"{path}: is one of the texts it would replace; {_WAY_OUT}")
         if kind not in ("", "a file"):
             raise DataError(f"{path}: is {kind}, expected a token file or nothing; {_WAY_OUT}")
         if kind and not _is_token_file(path):
@@ -217,17 +216,6 @@ def check_target(path: Path, sources: Iterable[Path] = ()) -> None:
         raise DataError(
             f"{path}: cannot be looked at ({reason(error)}), so nobody knows what would be replaced; {_WAY_OUT}"
         ) from error
-
-
-def _is_among(path: Path, sources: Iterable[Path]) -> bool:
-    mine = path.stat()
-    for source in sources:
-        try:
-            if os.path.samestat(mine, source.stat()):
-                return True
-        except FileNotFoundError:  # whoever reads it says so
-            continue
-    return False
 
 
 def _is_token_file(path: Path) -> bool:
@@ -283,17 +271,9 @@ def prepare(
     team = team or Alone(progress)
     progress = team.progress
 
-    def sources() -> Iterator[Path]:
-        for document in corpus.documents:
-            progress.advance()
-            yield document.path
-
-    def check() -> None:
-        check_target(out, sources())
-
     with team.agreed("look at what is to be replaced"):
         if team.rank == 0:
-            check()  # now: the training of a tokenizer may take hours
+            check_target(out)  # now: the training of a tokenizer may take hours
     with team.agreed("look at what is asked for"):  # all ranks find the same; one of them says so
         if not 0 < validation_fraction < 1:
             raise ConfigError(
@@ -328,7 +308,7 @@ def prepare(
     # A job that is asked to end takes its file away first: it may have one second, and encoders take longer.
     with (
         ThreadPoolExecutor(ENCODERS, "hpczero-encoder") as encoders,
-        create(out, chosen, corpus.digest, check, team) as writer,
+        create(out, chosen, corpus.digest, partial(check_target, out), team) as writer,
     ):
 
         def encoded(unit: list[BlockPlace]) -> list[_Encoded]:

@@ -67,24 +67,6 @@ def test_name_that_is_a_folder_is_refused_by_name(text: Path, name: str) -> None
         prepare(Corpus.of_paths([text]), Path(name))
 
 
-@pytest.mark.parametrize("how", ["itself", "in a folder", "by another name"])
-def test_token_file_never_takes_the_place_of_what_it_is_made_of(
-    tmp_path: Path, text: Path, how: str
-) -> None:
-    """A token file among the texts is one of them, too."""
-    made = tmp_path / "texts" / "tokens.h5"
-    prepare(Corpus.of_paths([text]), made)
-    before, out = made.read_bytes(), made
-    if how == "by another name":
-        out = tmp_path / "link"
-        out.symlink_to(made)
-    corpus = Corpus.of_paths([made.parent if how == "in a folder" else made])
-    with pytest.raises(DataError, match="is one of the texts"):
-        prepare(corpus, out)
-    assert made.read_bytes() == before
-    assert out is made or out.is_symlink()
-
-
 def test_a_token_file_and_a_damaged_one_are_replaced(tmp_path: Path, text: Path) -> None:
     new, cut, dirty = (tmp_path / name for name in ("new", "cut", "dirty"))
     for path in (new, cut, dirty):
