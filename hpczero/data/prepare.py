@@ -253,7 +253,7 @@ def prepare(
 
     Args:
         corpus: The text, equal on all ranks.
-        out: Replaced if it is a token file and none of the texts. Anything else there is refused.
+        out: Replaced if it is a token file. Anything else there is refused.
         tokenizer: "bytes", "bpe" trained on the training split by rank 0, or one that exists, equal on all ranks.
         vocab_size: Size of BPE's vocabulary, the separator included; None means 8192.
         vocab_text_mib: MiB of the training split that BPE's vocabulary is learned from, in blocks of 4 MiB at even
