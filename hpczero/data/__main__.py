@@ -176,9 +176,8 @@ def main() -> None:
         prog="python -m hpczero.data",
         description="Make, inspect and check token files.",
     )
-    if (
-        isinstance(command, Prepare) and "" in sys.argv[1:]
-    ):  # a path of it would be the folder one is in
+    # A path of it would be the folder one is in.
+    if isinstance(command, Prepare) and "" in sys.argv[1:]:
         raise ConfigError("got an empty argument, expected a path; is a shell variable not set?")
     command()
 
