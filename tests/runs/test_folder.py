@@ -250,8 +250,10 @@ def test_kill_between_a_commit_and_the_next_line_loses_no_line(tmp_path: Path) -
     train(tmp_path, 1, train__steps=6, checkpoint__every=4).ended()
     assert len(losses(tmp_path)) == 6
     lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
-    saving = [json.loads(line)["checkpoint_ms"] > 1.0 for line in lines]
-    assert saving == [False, False, False, False, False, True]
+    saving_ms = [json.loads(line)["checkpoint_ms"] for line in lines]
+    # The line of step 4 was on disk before its save began; the others depend on the machine.
+    assert saving_ms[3] == 0.0
+    assert saving_ms[5] > 1.0
 
 
 # --- files that are not what they should be
