@@ -417,6 +417,8 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     _set_streams(topology, manifest, rng)
     sharding.scaler.restore(manifest.meta["loss_scale"])
     sharding.step.skips.skipped = int(manifest.meta["skipped_steps"])
+    if sharding.precision.sends_codes:
+        sharding.collectives.calls.step = manifest.meta.get("optimizer_steps", manifest.step)
     sharding.lineage = dict.fromkeys(homes(path), manifest.step)
     topology.barrier()
     return Loaded(path, manifest.step, extra, manifest.world_size, folder.is_imported(manifest))

@@ -280,6 +280,11 @@ def take(
                 "stage": int(sharding.plan.stage),
                 "precision": sharding.precision.param,
                 **({META: base.to_json()} if base is not None else {}),
+                **(
+                    {"optimizer_steps": sharding.collectives.calls.step}
+                    if sharding.precision.sends_codes
+                    else {}
+                ),
                 **({"tensor": topology.tensor.size} if topology.tensor.size > 1 else {}),
                 **(
                     {states.STATES: kept} if (kept := states.of_all_ranks(all_states or [])) else {}

@@ -28,13 +28,16 @@ from hpczero.comm.algorithms import (
     LibraryGather,
 )
 from hpczero.comm.calls import Calls, CommStats, Work
+from hpczero.comm.codes import CodedGradient
 from hpczero.comm.devices import HostReach, Reach
 from hpczero.errors import CommError
 from hpczero.job.group import Group, digits_of, values_of
 from hpczero.job.topology import Topology
+from hpczero.kernels.codes import BLOCK
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use
 from hpczero.plan.footprint import Footprint, exchange_chunk
+from hpczero.plan.layout import Coding
 
 # The secondary copy: what this rank's node needs to gather whole parameters again without the other nodes.
 #
@@ -212,7 +215,14 @@ class Collectives(ABC):
             return self._all_gather(full, shard, name)
 
     def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, scale: float, accumulate: bool = False, name: str
+        self,
+        full: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        accumulate: bool = False,
+        name: str,
+        codes: CodedGradient | None = None,
     ) -> Work:
         """Set ``out (+)= scale *`` this rank's shard of the fp32 sum of every rank's ``full``.
 
@@ -224,6 +234,7 @@ class Collectives(ABC):
             scale: multiplies the sum, e.g. 1 / world size.
             accumulate: whether to add to ``out`` instead of replacing it.
             name: name of the unit, for messages.
+            codes: between nodes the sum of each node travels as these; None: in ``node_dtype``.
 
         Raises:
             CommError: the buffer cannot be sent, or ranks are about to make different calls.
@@ -234,14 +245,17 @@ class Collectives(ABC):
                 f"rank {self.rank}: reduce_scatter of {name!r} into {out.numel()} x {out.dtype}, "
                 f"expected {shard} contiguous float32"
             )
-        sent = self._sent_nbytes(full, shard, Use.REDUCE)
+        if self.group.num_nodes == 1:
+            codes = None
+        coding = codes.coding if codes is not None else None
+        sent = self._sent_nbytes(full, shard, Use.REDUCE, coding)
         with self.calls.issue("reduce_scatter", name, sent, key=full.numel() * full.element_size()):
             in_place = self.alone and full.data_ptr() == out.data_ptr()
             if in_place and scale != 1.0:
                 out.mul_(scale)
             if in_place or not full.numel():
                 return Work(name)
-            return self._reduce_scatter(full, out, shard, scale, accumulate, name)
+            return self._reduce_scatter(full, out, shard, scale, accumulate, name, codes)
 
     def broadcast(self, full: Tensor, *, root: int, name: str) -> Work:
         """Give every rank ``root``'s content of ``full``. Collective over ``everybody``; ``root`` is a rank of it.
@@ -309,7 +323,9 @@ class Collectives(ABC):
         """Free communicators and datatypes. Collective."""
         return
 
-    def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
+    def _sent_nbytes(
+        self, full: Tensor, shard_numel: int, use: Use, coding: Coding | None = None
+    ) -> int:
         """Bytes that leave this rank, by the algorithm's own arithmetic."""
         return (full.numel() - shard_numel) * full.element_size()
 
@@ -328,7 +344,14 @@ class Collectives(ABC):
 
     @abstractmethod
     def _reduce_scatter(
-        self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
+        self,
+        full: Tensor,
+        out: Tensor,
+        shard_numel: int,
+        scale: float,
+        accumulate: bool,
+        name: str,
+        codes: CodedGradient | None = None,
     ) -> Work: ...
 
     def _broadcast(self, full: Tensor, root: int, name: str) -> Work:
@@ -403,7 +426,14 @@ class Flat(Collectives):
         return Work(name)
 
     def _reduce_scatter(
-        self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
+        self,
+        full: Tensor,
+        out: Tensor,
+        shard_numel: int,
+        scale: float,
+        accumulate: bool,
+        name: str,
+        codes: CodedGradient | None = None,
     ) -> Work:
         shards, item = self.group.size, full.element_size()
         if shards == 1:  # nothing to exchange, and nothing to wait for
@@ -411,18 +441,40 @@ class Flat(Collectives):
             return Work(name)
         most = max(self._messages.exchange.chunk_nbytes // item, 1)
         chunk = min(exchange_chunk(shard_numel, shards, item), most)
+        if codes is not None:
+            chunk = max(chunk // BLOCK * BLOCK, BLOCK)
         first = self.group.index * shard_numel
         for start in range(0, shard_numel, chunk):
             count = min(chunk, shard_numel - start)
+            blocks: Sequence[Tensor] = self._messages.parts(full, first + start, count)
+            groups: Sequence[Sequence[int]] = self._groups
+            if codes is not None:
+                blocks = self._decoded(blocks, codes, start)
+                groups = [[node] for node in range(len(blocks))]
             tree_sum(
-                self._messages.parts(full, first + start, count),
+                blocks,
                 out[start : start + count],
-                groups=self._groups,
+                groups=groups,
                 scale=scale,
                 accumulate=accumulate,
                 node_dtype=self.node_dtype,
             )
         return Work(name)
+
+    def _decoded(
+        self, blocks: Sequence[Tensor], codes: CodedGradient, start: int
+    ) -> Sequence[Tensor]:
+        """The sum of each node as its codes say, although nothing was sent in codes here."""
+        shard, count = self.group.index, blocks[0].numel()
+        words = codes.coding.words(start, count)
+        rows = torch.empty(len(self._groups), words, dtype=torch.float32, device=self.device)
+        sums = torch.empty(len(self._groups), count, dtype=torch.float32, device=self.device)
+        for node, ranks in enumerate(self._groups):
+            of_node = [blocks[rank] for rank in ranks]
+            tree_sum(of_node, sums[node], groups=[range(len(ranks))], scale=1.0)
+            codes.encode(sums[node], rows[node], shard=shard, start=start, node=node)
+        codes.decode(rows, sums, shard=shard, start=start)
+        return sums.unbind()
 
     @override
     def close(self) -> None:

@@ -24,6 +24,7 @@ from typing_extensions import override
 from hpczero.comm.algorithms import CHUNK_BYTES
 from hpczero.comm.background import Background
 from hpczero.comm.calls import Work
+from hpczero.comm.codes import CodedGradient
 from hpczero.comm.collectives import Collectives, SecondaryCopy, shard_group
 from hpczero.comm.devices import Reach
 from hpczero.comm.inside import MessageLevel, NodeLevel, Parts
@@ -36,6 +37,7 @@ from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import Buffer, Memory, Use
 from hpczero.plan.footprint import DEVICE_ROUND_BYTES, Footprint, node_chunk
+from hpczero.plan.layout import Coding
 
 # Units whose gradients may wait while the next one's are filled; ``Plan.memory`` counts them.
 MOST_LENT = 1
@@ -245,9 +247,14 @@ class Hierarchical(Collectives):
     def settle(self) -> None:
         self._node.settle()
 
-    def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
+    def _sent_nbytes(
+        self, full: Tensor, shard_numel: int, use: Use, coding: Coding | None = None
+    ) -> int:
         nodes, local = self._nodes, self.group.node.size
         inside = 0 if self._node.shares(full, use) else (local - 1) * nodes * full.element_size()
+        if coding is not None:
+            row = coding.nbytes(self._rails.coded_chunk(coding))
+            return (nodes - 1) * row + inside * shard_numel
         between = self._rails.wire(full.dtype) if use is Use.REDUCE else full.dtype
         return ((nodes - 1) * between.itemsize + inside) * shard_numel
 
@@ -295,7 +302,14 @@ class Hierarchical(Collectives):
         return Work(name) if rest is None else self.calls.later("all_gather", name, rest)
 
     def _reduce_scatter(
-        self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
+        self,
+        full: Tensor,
+        out: Tensor,
+        shard_numel: int,
+        scale: float,
+        accumulate: bool,
+        name: str,
+        codes: CodedGradient | None = None,
     ) -> Work:
         reading = self._node.reading(full)
         dtype, spans = full.dtype, self._node.comm.size == 1 or self._node.shares(full, Use.REDUCE)
@@ -304,6 +318,8 @@ class Hierarchical(Collectives):
             with reading as parts:
                 if self._nodes == 1:
                     self._sum_in_node(parts, out, dtype.itemsize, scale, accumulate)
+                elif codes is not None:
+                    self._rails.reduce_coded(parts, out, codes, scale, accumulate, spans=spans)
                 else:
                     self._rails.reduce(parts, out, dtype, scale, accumulate, spans=spans)
 

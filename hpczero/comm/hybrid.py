@@ -21,10 +21,12 @@ from typing_extensions import override
 
 from hpczero.comm.background import Background
 from hpczero.comm.calls import Work
+from hpczero.comm.codes import CodedGradient
 from hpczero.comm.collectives import Collectives, SecondaryCopy
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Scratch, Use
 from hpczero.plan.footprint import Footprint
+from hpczero.plan.layout import Coding
 
 
 class Hybrid(Collectives):
@@ -103,7 +105,9 @@ class Hybrid(Collectives):
         )
 
     @override
-    def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
+    def _sent_nbytes(
+        self, full: Tensor, shard_numel: int, use: Use, coding: Coding | None = None
+    ) -> int:
         return self._inside._sent_nbytes(full, shard_numel, use)
 
     @override
@@ -118,8 +122,16 @@ class Hybrid(Collectives):
 
     @override
     def _reduce_scatter(
-        self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
+        self,
+        full: Tensor,
+        out: Tensor,
+        shard_numel: int,
+        scale: float,
+        accumulate: bool,
+        name: str,
+        codes: CodedGradient | None = None,
     ) -> Work:
+        assert codes is None, "refused with replicas"
         partial = torch.empty_like(out) if accumulate else out
         inside = self._inside._reduce_scatter(full, partial, shard_numel, 1.0, False, name)
         what = f"the sum over replicas of {name!r} (step {self.calls.step})"

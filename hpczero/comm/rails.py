@@ -22,13 +22,23 @@ from hpczero.comm.algorithms import (
     Gather,
     Prepare,
 )
+from hpczero.comm.codes import CodedGradient
 from hpczero.comm.devices import HostReach, Reach
 from hpczero.comm.inside import Parts
 from hpczero.errors import ConfigError
+from hpczero.kernels.codes import BLOCK
 from hpczero.kernels.tree_sum import piece_numel, pieces, tree_sum
 from hpczero.memory.buffers import Memory, Scratch
 from hpczero.options.values import ALGORITHMS, named_algorithms
-from hpczero.plan.footprint import ROUND_BYTES, gather_round, rail_chunk, rail_turns
+from hpczero.plan.footprint import (
+    ROUND_BYTES,
+    coded_chunk,
+    coded_width,
+    gather_round,
+    rail_chunk,
+    rail_turns,
+)
+from hpczero.plan.layout import Coding
 
 Kind = TypeVar("Kind", Gather, Exchange)
 
@@ -229,6 +239,7 @@ class Rails:
         self._reach = reach or HostReach()
         self._device = self._reach.accelerator.device
         self._scratch = Scratch(memory, category="exchange", device=self._device)
+        self._uncoded = Scratch(memory, category="exchange", device=self._device)
         self._gathers: dict[str, Gather] = {}
         self._exchanges: dict[str, Exchange] = {}
         self.select(selection)
@@ -328,6 +339,95 @@ class Rails:
         exchange.finish()
         left()
 
+    def coded_chunk(self, coding: Coding) -> int:
+        """Elements of each shard that one round of ``reduce_coded`` exchanges."""
+        nbytes = coding.codec.nbytes(coding.layout.shard_numel)
+        chunk = coded_chunk(
+            coding, self.comm.size, self.selection.exchange_for(nbytes).chunk_nbytes
+        )
+        return max(min(chunk, self._chunk_nbytes // BLOCK * BLOCK), BLOCK)
+
+    def reduce_coded(
+        self,
+        parts: Parts,
+        out: Tensor,
+        codes: CodedGradient,
+        scale: float,
+        accumulate: bool,
+        *,
+        spans: bool = True,
+    ) -> None:
+        """``reduce``, where each node's sum travels as ``codes``. Collective over all ranks of the group."""
+        nodes, me, coding, shard_numel = self.comm.size, self.comm.rank, codes.coding, out.numel()
+        choice = self.selection.exchange_for(coding.codec.nbytes(shard_numel))
+        exchange = self._called(choice.algorithm, EXCHANGES, self._exchanges, self._reach.exchange)
+        chunk = self.coded_chunk(coding)
+        turns, width = rail_turns(shard_numel, chunk), coded_width(coding, chunk)
+        rows = self._scratch.get(turns * 2 * nodes * width, torch.float32)
+        rows = rows.view(turns, 2, nodes * width)
+        values = self._uncoded.get(2 * nodes * chunk, torch.float32).view(2, nodes * chunk)
+        left: Callable[[], None] = lambda: None  # noqa: E731  (what the chunk before still needs)
+
+        for turn, start in enumerate(range(0, shard_numel, chunk)):
+            count = min(chunk, shard_numel - start)
+            words = coding.words(start, count)
+            send, came = (side[: nodes * words].view(nodes, words) for side in rows[turn % turns])
+            sums, decoded = (side[: nodes * count].view(nodes, count) for side in values)
+
+            part = partial(self._encode_node, parts, codes, sums, send, start, spans=spans)
+            exchange(
+                Blocks.of(send.view(-1), 0, words, words, nodes),
+                Blocks.of(came.view(-1), 0, words, words, nodes),
+                prepare=part,
+                meanwhile=left,
+            )
+            came[me].copy_(send[me])  # its own sum is read as the other nodes' are
+            into = out[start : start + count]
+            left = partial(self._sum_codes, codes, came, decoded, start, into, scale, accumulate)
+        exchange.finish()
+        left()
+
+    def _encode_node(
+        self,
+        parts: Parts,
+        codes: CodedGradient,
+        sums: Tensor,
+        send: Tensor,
+        start: int,
+        first: int,
+        many: int,
+        *,
+        spans: bool,
+    ) -> None:
+        """Sum over the ranks of this node what ``many`` nodes will get, and encode it.
+
+        ``sums`` gets the sums and ``send`` the codes, a row for each node, from node ``first`` on. ``start`` is the
+        first element of each shard.
+        """
+        nodes, shard_numel = self.comm.size, codes.coding.layout.shard_numel
+        shard = self._local_rank * nodes  # that of the first node
+        self._sum_node(
+            parts, sums, shard * shard_numel + start, shard_numel, first, many, spans=spans
+        )
+        for node in range(first, first + many):
+            place = {"shard": shard + node, "start": start, "node": self.comm.rank}
+            codes.encode(sums[node], send[node], **place)
+
+    def _sum_codes(
+        self,
+        codes: CodedGradient,
+        rows: Tensor,
+        sums: Tensor,
+        start: int,
+        out: Tensor,
+        scale: float,
+        accumulate: bool,
+    ) -> None:
+        """Set ``out (+)= scale *`` the sum of what ``rows`` of all nodes say, which ``sums`` holds meanwhile."""
+        shard = self._local_rank * self.comm.size + self.comm.rank
+        codes.decode(rows, sums, shard=shard, start=start)
+        self._sum_nodes(list(sums.unbind()), out, scale, accumulate)
+
     def _sum_node(
         self,
         parts: Parts,
@@ -389,6 +489,7 @@ class Rails:
         for algorithm in (*self._gathers.values(), *self._exchanges.values()):
             algorithm.free()
         self._scratch.release()
+        self._uncoded.release()
 
 
 def sum_of_node(blocks: Sequence[Tensor], into: Tensor, comm: MPI.Intracomm) -> None:

@@ -42,6 +42,7 @@ from hpczero.plan.footprint import (
     rail_chunk,
     rail_turns,
 )
+from hpczero.plan.layout import Coding
 
 # The node level by messages where nodes have different numbers of ranks: parts are pieces that lie apart.
 #
@@ -365,7 +366,9 @@ class Uneven(Hierarchical):
         return replace(super().footprint, carriers=carriers)
 
     @override
-    def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
+    def _sent_nbytes(
+        self, full: Tensor, shard_numel: int, use: Use, coding: Coding | None = None
+    ) -> int:
         carriers, item = self._carriers, full.element_size()
         shared = self._node.shares(full, use)
         if use is Use.GATHER:

@@ -10,7 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from hpczero.plan.layout import Coding
 
 # Rounds: in how many pieces blocks of gradients and parameters travel, and how many messages that makes.
 #
@@ -115,6 +118,25 @@ def rail_nbytes(
     chunk = rail_chunk(shard_numel, nodes, itemsize, round_nbytes)
     sides = 1 if alone else 2
     return rail_turns(shard_numel, chunk) * sides * nodes * chunk * itemsize
+
+
+def coded_chunk(coding: Coding, nodes: int, round_nbytes: int = ROUND_BYTES) -> int:
+    """``rail_chunk`` of a gradient in codes: whole blocks, whose codes fill a message."""
+    bits, shard_numel = coding.codec.bits, coding.layout.shard_numel
+    return rail_chunk(shard_numel, nodes, 1, round_nbytes * 8 // bits)
+
+
+def coded_width(coding: Coding, chunk: int) -> int:
+    """Words of 4 bytes of the longest row of a round."""
+    total = coding.layout.shard_numel
+    return max(coding.words(at, min(chunk, total - at)) for at in range(0, total, chunk))
+
+
+def coded_nbytes(coding: Coding, nodes: int, round_nbytes: int = ROUND_BYTES) -> int:
+    """Bytes of the buffers of such a reduction: rows of codes, and the sums that they are made of and become."""
+    chunk = coded_chunk(coding, nodes, round_nbytes)
+    turns = rail_turns(coding.layout.shard_numel, chunk)
+    return 2 * nodes * FP32_BYTES * (turns * coded_width(coding, chunk) + chunk)
 
 
 def rail_turns(shard_numel: int, chunk: int) -> int:

@@ -8,9 +8,10 @@ Unit views, checkpoints, memory prediction and resharding all ask here.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -129,16 +130,17 @@ class ShardLayout:
         return range(start, max(min(mine.stop - slot.offset, slot.numel), start))
 
 
-# Codec: in which form frozen matrices rest and travel, and how many bytes that takes.
+# Codec: in which form frozen matrices rest and travel, and gradients travel between nodes; and how many bytes it takes.
 #
 #     a shard of n elements, n a multiple of 64:   [ codes, n * bits / 8 bytes | scales, n / 64 of fp32 ]
 #
 # Shards begin at multiples of 64 elements of their unit, so a block is the same for every number of ranks.
 #
 # Source: Dettmers et al., QLoRA, NeurIPS 2023, sec. 3; 8-bit Optimizers via Block-wise Quantization, ICLR 2022, sec.
-# 2.1.
+# 2.1; Wang et al., ZeRO++, arXiv 2306.10209, sec. 3.1 and 3.3.
 
-BITS = {"int8": 8, "nf4": 4}
+BITS = {"int8": 8, "int4": 4, "nf4": 4}
+AT_REST = ("int8", "nf4")
 FP32_BYTES = 4
 
 
@@ -147,7 +149,7 @@ class Codec:
     """One form.
 
     Attributes:
-        name: ``int8``: 255 even levels; ``nf4``: the 16 levels of QLoRA's NormalFloat.
+        name: ``int8``: 255 even levels; ``int4``: 15 even levels; ``nf4``: the 16 levels of QLoRA's NormalFloat.
         block: elements that share a scale.
     """
 
@@ -156,15 +158,15 @@ class Codec:
 
     @classmethod
     def of(cls, name: str | Codec | None) -> Codec | None:
-        """By its name; None stays None.
+        """The form ``name`` of frozen matrices; None stays None.
 
         Raises:
             ConfigError: there is no such form.
         """
         if name is None or isinstance(name, Codec):
             return name
-        if name not in BITS:
-            raise ConfigError(f"quantize: got {name!r}, expected {', '.join(BITS)} or None")
+        if name not in AT_REST:
+            raise ConfigError(f"quantize: got {name!r}, expected {', '.join(AT_REST)} or None")
         return cls(name)
 
     @property
@@ -173,12 +175,66 @@ class Codec:
         return BITS[self.name]
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of ``numel`` elements, a multiple of the block: 1.0625 each in int8, 0.5625 in nf4."""
+        """Bytes of ``numel`` elements, a multiple of the block: 1.0625 each in 8 bits, 0.5625 in 4."""
         return numel * self.bits // 8 + numel // self.block * FP32_BYTES
 
     def words(self, numel: int) -> int:
         """The same in words of 4 bytes."""
         return self.nbytes(numel) // FP32_BYTES
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How the gradient of one unit travels between nodes: matrices as codes, norms and biases as they are.
+
+        row of `count` elements of a shard     [ codes | scales | exact blocks, fp32 | nothing ]
+
+    A block that has an element of a vector or a number is exact. Rows of all shards have one length, that of the shard
+    with most exact blocks. ``start`` and ``count`` are elements of a shard, multiples of the block.
+    """
+
+    layout: ShardLayout
+    codec: Codec
+
+    @classmethod
+    @lru_cache(maxsize=4096)  # a plan asks again for every prediction
+    def of(cls, layout: ShardLayout, name: str) -> Coding | None:
+        """The coding ``int8`` or ``int4`` of a unit; None for another name, or where codes save nothing."""
+        if name not in ("int8", "int4") or not layout.shard_numel:
+            return None
+        coding = cls(layout, Codec(name))
+        return coding if coding.words(0, layout.shard_numel) < layout.shard_numel else None
+
+    @cached_property
+    def _exact(self) -> tuple[list[int], ...]:
+        """Exact blocks of each shard, counted from the shard's start, ascending."""
+        block = self.codec.block
+        small = [slot for slot in self.layout.slots if len(slot.shape) < 2 and slot.numel]
+        found = sorted(
+            {b for s in small for b in range(s.offset // block, (s.stop - 1) // block + 1)}
+        )
+        of_shard: tuple[list[int], ...] = tuple([] for _ in range(self.layout.num_shards))
+        for number in found:
+            shard, place = divmod(number, self.layout.shard_numel // block)
+            of_shard[shard].append(place)
+        return of_shard
+
+    def exact(self, shard: int, start: int, count: int) -> list[int]:
+        """Exact blocks of a row, counted from its start."""
+        first, last = start // self.codec.block, (start + count) // self.codec.block
+        blocks = self._exact[shard]
+        return [b - first for b in blocks[bisect_left(blocks, first) : bisect_left(blocks, last)]]
+
+    def words(self, start: int, count: int) -> int:
+        """Words of 4 bytes of a row; the same for every shard."""
+        most = max(len(self.exact(shard, start, count)) for shard in range(len(self._exact)))
+        return self.codec.words(count) + most * self.codec.block
+
+    def nbytes(self, chunk: int) -> int:
+        """Bytes of a whole shard that travels in rows of ``chunk`` elements."""
+        total = self.layout.shard_numel
+        rows = range(0, total, chunk)
+        return FP32_BYTES * sum(self.words(start, min(chunk, total - start)) for start in rows)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpczero.plan.footprint import (
     Footprint,
+    coded_chunk,
     gather_messages,
     gather_round,
     rail_chunk,
@@ -87,12 +88,20 @@ def unit_traffic(
     gathered = way.gathered + (0 if shared and stage.shards_optimizer else way.gathered_inside)
     reduced_inside = 0 if shared else way.reduced_inside
     reduced = way.reduced + reduced_inside
+    coding = plan.coding(unit) if footprint.nodes > 1 else None
     reduced_nbytes = reduced_inside * item + way.reduced * wire
+    if coding is not None:
+        chunk = coded_chunk(coding, footprint.nodes, footprint.round_nbytes)
+        reduced_nbytes = reduced_inside * item + (footprint.nodes - 1) * coding.nbytes(chunk)
     sent = gathers * gathered + reductions * reduced
     messages = 0
     if shard and footprint.nodes > 1:
         messages += gathers * _gather_messages(footprint, shard, gather_itemsize)
-        messages += reductions * _reduce_messages(footprint, shard, wire)
+        messages += reductions * (
+            _reduce_messages(footprint, shard, wire)
+            if coding is None
+            else -(-shard // chunk) * (footprint.nodes - 1)
+        )
     return TrafficPlan(
         all_gathers=gathers,
         reduce_scatters=reductions,

@@ -14,13 +14,14 @@ from hpczero.errors import ConfigError, PlanError
 from hpczero.plan.footprint import FP32_BYTES as FP32_BYTES
 from hpczero.plan.footprint import (
     Footprint,
+    coded_nbytes,
     exchange_chunk,
     places_in_turn,
     pulled_nbytes,
     rail_chunk,
     replicas_nbytes,
 )
-from hpczero.plan.layout import Codec, ShardLayout, UnitSpec, owners
+from hpczero.plan.layout import Codec, Coding, ShardLayout, UnitSpec, owners
 from hpczero.plan.memory import (
     ADAM_STATE_BYTES,
     MemoryPlan,
@@ -31,7 +32,7 @@ from hpczero.plan.memory import (
     unit_traffic,
 )
 from hpczero.plan.placement import ModelPart, part_of
-from hpczero.plan.precision import Precision
+from hpczero.plan.precision import ITEMSIZE, Precision
 
 if TYPE_CHECKING:
     from torch import nn
@@ -278,14 +279,31 @@ class Plan:
         rail = (footprint.nodes, wire, footprint.round_nbytes)
         alone = wire == item and self.num_shards == footprint.nodes
         held = [footprint.rail_nbytes(shard, wire, alone=alone) for shard in shards]
+        if self.precision.sends_codes:
+            held = [self._rail_nbytes(unit, footprint) for unit in self.trainable_units]
         rows = footprint.rows_of_peers(self.num_shards)
         inside = rows * item * max((rail_chunk(shard, *rail) for shard in shards), default=0)
         return sum(places) + max(held, default=0) + inside
 
+    def _rail_nbytes(self, unit: UnitSpec, footprint: Footprint) -> int:
+        coding = self.coding(unit)
+        if coding is not None:
+            return coded_nbytes(coding, footprint.nodes, footprint.round_nbytes)
+        alone = self.wire_itemsize(footprint) == self.precision.param_itemsize
+        return footprint.rail_nbytes(
+            unit.layout.shard_numel,
+            self.wire_itemsize(footprint),
+            alone=alone and self.num_shards == footprint.nodes,
+        )
+
+    def coding(self, unit: UnitSpec) -> Coding | None:
+        """As what the gradient of ``unit`` travels between nodes; None: in a dtype."""
+        return Coding.of(unit.layout, self.precision.reduce) if unit.trainable else None
+
     @property
     def node_itemsize(self) -> int:
         """Bytes of an element of a node's partial sum."""
-        return 2 if self.precision.reduce in ("bf16", "fp16") else FP32_BYTES
+        return ITEMSIZE[self.precision.node_dtype]
 
     def wire_itemsize(self, footprint: Footprint) -> int:
         """Bytes of an element between nodes; one rank of a node alone sends its gradient as it is, if not wider."""

@@ -13,6 +13,8 @@ from hpczero.errors import ConfigError
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 DType = Literal["fp32", "bf16", "fp16"]
+Reduced = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+CODES = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Precision:
 
     Attributes:
         param: parameters and activations in forward and backward, and both on the wire.
-        reduce: partial sums that travel between nodes; sums themselves are always fp32.
+        reduce: partial sums that travel between nodes: a dtype, or ``int8`` or ``int4`` for codes of that many bits,
+            whose expected value is the sum. Sums themselves are always fp32.
         loss_scale: None, or dynamic scaling (fp16).
         nonfinite: what happens on a NaN or infinity in the agreed gradient without a loss scale. ``raise`` is an error
             on every rank. ``skip`` skips the step on every rank, counted in ``Sharding.skipped_steps``.
@@ -44,16 +47,20 @@ class Precision:
     """
 
     param: DType = "fp32"
-    reduce: DType = "fp32"
+    reduce: Reduced = "fp32"
     loss_scale: LossScale | None = None
     nonfinite: Literal["raise", "skip"] = "raise"
     max_skips: int = 50
 
     def __post_init__(self) -> None:
-        for field, value in (("param", self.param), ("reduce", self.reduce)):
-            if value not in ITEMSIZE:
+        sent = (*ITEMSIZE, *CODES)
+        for field, value, known in (
+            ("param", self.param, tuple(ITEMSIZE)),
+            ("reduce", self.reduce, sent),
+        ):
+            if value not in known:
                 raise ConfigError(
-                    f"precision.{field}: got {value!r}, expected one of {', '.join(ITEMSIZE)}"
+                    f"precision.{field}: got {value!r}, expected one of {', '.join(known)}"
                 )
         if self.nonfinite not in ("raise", "skip"):
             raise ConfigError(
@@ -71,14 +78,14 @@ class Precision:
             )
 
     @classmethod
-    def of(cls, precision: str | Precision, *, reduce: DType = "fp32") -> Precision:
+    def of(cls, precision: str | Precision, *, reduce: Reduced = "fp32") -> Precision:
         """The precision ``"fp32"``, ``"bf16"`` or ``"fp16"``, which has dynamic loss scaling.
 
         A Precision is returned as it is.
 
         Args:
             precision: its name.
-            reduce: dtype of partial sums between nodes, beside a name.
+            reduce: form of partial sums between nodes, beside a name.
 
         Raises:
             ConfigError: the name is unknown.
@@ -97,6 +104,16 @@ class Precision:
     def param_itemsize(self) -> int:
         """Bytes of one parameter in forward and backward, and on the wire."""
         return ITEMSIZE[self.param]
+
+    @property
+    def sends_codes(self) -> bool:
+        """Whether gradients travel between nodes as codes, and not in a dtype."""
+        return self.reduce in CODES
+
+    @property
+    def node_dtype(self) -> DType:
+        """Dtype that a node's partial sum is rounded to, before codes are made of it."""
+        return "fp32" if self.reduce in CODES else self.reduce  # type: ignore[return-value]  # no code
 
     @property
     def has_masters(self) -> bool:

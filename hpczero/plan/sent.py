@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from hpczero.job.mesh import SHARD
 from hpczero.plan.degrees import GroupSpan
+from hpczero.plan.footprint import coded_chunk
 from hpczero.plan.plan import FP32_BYTES, Plan
 from hpczero.plan.spread import Spread
 
@@ -128,10 +129,14 @@ def _of_shards(spread: Spread, plan: Plan, place: int) -> tuple[Wire, int, int]:
     total = Wire()
     for unit in plan.units:
         shard, whole = unit.layout.shard_numel, unit.layout.padded_numel
+        reduced, coding = shard * wire, plan.coding(unit)
+        if coding is not None and spread.transport != "flat" and span.nodes > 1:
+            rounds = spread.of_transport.round_nbytes
+            reduced = coding.nbytes(coded_chunk(coding, span.nodes, rounds))
         others, peers = span.nodes - 1, span.size - span.nodes
         total += Wire(
             peers * shard * (gathered * everywhere * gathers_inside + item * (not shared)),
-            others * shard * (gathered * everywhere + wire),
+            others * (shard * gathered * everywhere + reduced),
         )
         if not shared:
             total += Wire((span.local - 1) * (whole // span.local) * item * near)

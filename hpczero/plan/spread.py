@@ -26,7 +26,7 @@ from hpczero.plan.offload import EVERYTHING_KEPT, NOTHING_AWAY, Activations, Off
 from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.plan.placement import Placement
 from hpczero.plan.plan import Plan, Stage
-from hpczero.plan.precision import DType, Precision
+from hpczero.plan.precision import Precision, Reduced
 from hpczero.plan.sizing import ForwardSizes, accumulated_nbytes, blockwise_plan
 
 
@@ -243,7 +243,7 @@ class Spread:
         ranks_per_node: nodes are filled one after the other.
         stage: ZeRO stage.
         precision: name.
-        reduce: dtype of gradients' partial sums between nodes and replicas.
+        reduce: form of gradients' partial sums between nodes and replicas.
         micro_batch: samples of one forward on one data-parallel rank.
         accumulation: forwards of a step; under a pipeline its micro-batches.
         checkpointing: whether only inputs of blocks are kept.
@@ -266,7 +266,7 @@ class Spread:
     ranks_per_node: int
     stage: int = 3
     precision: str = "bf16"
-    reduce: DType = "fp32"
+    reduce: Reduced = "fp32"
     micro_batch: int = 1
     accumulation: int = 1
     checkpointing: bool = False

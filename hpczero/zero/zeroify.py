@@ -371,6 +371,7 @@ def zeroify(
             groups = optimizers.number_parameters(model)
         else:
             groups = {}
+        check_codes(precision, topology)
         codec = codec_of(quantize, stage, topology, secondary=secondary)
         if secondary and not stage.shards_parameters:
             raise PlanError(
@@ -396,7 +397,7 @@ def zeroify(
         topology,
         environment.transport if name == "auto" else name,
         strict=environment.strict,
-        node_dtype=DTYPES[precision.reduce],
+        node_dtype=DTYPES[precision.node_dtype],
         algorithms=environment.algorithms if algorithms == "auto" else algorithms,
         overlap=overlap and environment.overlap,
         secondary=secondary,
@@ -601,11 +602,24 @@ def _check_transport(collectives: Collectives, topology: Topology, precision: Pr
         collectives.everybody is not topology.data_sequence
     ):
         raise PlanError("collectives move data over another topology than the one given; pass one")
-    expected = DTYPES[precision.reduce]
+    expected = DTYPES[precision.node_dtype]
     if collectives.node_dtype != expected:
         raise PlanError(
             f"collectives round each node's sum to {collectives.node_dtype}, but precision.reduce is "
             f"{precision.reduce!r}; give the transport node_dtype={expected}"
+        )
+
+
+def check_codes(precision: Precision, topology: Topology) -> None:
+    """Refuse codes between nodes where no transport sends them."""
+    wrong = ""
+    if topology.data_sequence.size > topology.shard.size:
+        wrong = "replicas of the shards (parallel.shard), which sum their gradients in a dtype"
+    elif not topology.shard.is_rectangular:
+        wrong = "nodes with different numbers of ranks"
+    if precision.sends_codes and wrong:
+        raise ConfigError(
+            f"precision.reduce: got {precision.reduce} and {wrong}; expected fp32 or bf16 there"
         )
 
 

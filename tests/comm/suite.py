@@ -16,10 +16,18 @@ import torch
 from torch import Tensor
 
 import hpczero
+from hpczero.comm.codes import CodedGradient
 from hpczero.memory.buffers import Buffer, Use
+from hpczero.plan.layout import Coding, ShardLayout
 from tests.comm.conduct import DTYPES, ONE_NODE, ConductSuite
 from tests.helpers.parallel import parallel_assert
-from tests.kernels.reference import IN_ORDER, Floats, exact, to_bf16_and_back
+from tests.kernels.reference import (
+    IN_ORDER,
+    Floats,
+    drawn_and_decoded,
+    exact,
+    to_bf16_and_back,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -247,3 +255,45 @@ class CollectivesSuite(ConductSuite):
             if bits(outs[unit]) != bits(by_flat(topology, plain)):
                 wrong.append(f"reduce {unit}")
         parallel_assert(comm, not wrong, ", ".join(wrong))
+
+
+# Two matrices, a vector between them and a number; the vector's blocks and the number's are exact.
+SHAPES = (("m", (30, 31)), ("v", (70,)), ("n", (9, 100)), ("x", ()), ("o", (800, 2)))
+
+
+class CodesSuite(CollectivesSuite):
+    """For transports that send gradients between nodes in codes."""
+
+    def test_codes_between_nodes_have_the_bits_that_are_written_out(
+        self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
+    ) -> None:
+        layout = ShardLayout.pack(SHAPES, comm.size)
+        for name, dtype in (("int8", torch.float32), ("int4", torch.float32), ("int8", DTYPES[1])):
+            coding = Coding.of(layout, name)
+            assert coding is not None
+            codes = CodedGradient(coding, f"step 3, 0, {name}")
+            full = contribution(comm.rank, layout.padded_numel, dtype)
+            out = torch.ones(layout.shard_numel)
+            work = transport.reduce_scatter(
+                full, out, scale=0.5, accumulate=True, name="u", codes=codes
+            )
+            work.wait()
+            whole = self._expected(topology, coding, codes.which, dtype)
+            expected = np.float32(1) + own(topology, whole * np.float32(0.5))
+            parallel_assert(comm, out.numpy().tobytes() == expected.tobytes(), f"{name} x {dtype}")
+
+    def _expected(
+        self, topology: Topology, coding: Coding, which: str, dtype: torch.dtype
+    ) -> Floats:
+        layout, most = coding.layout, {"int8": 127, "int4": 7}[coding.codec.name]
+        small = np.zeros(layout.padded_numel, dtype=bool)
+        for slot in layout.slots:
+            if len(slot.shape) < 2:
+                small[slot.offset // 64 * 64 : -(-slot.stop // 64) * 64] = True
+        nodes = []
+        for number, ranks in enumerate(topology.world.nodes):
+            blocks = exact([contribution(r, layout.padded_numel, dtype) for r in ranks])
+            node = IN_ORDER[len(ranks)](*blocks)
+            said = drawn_and_decoded(node, most, f"{which}, node {number}", 0)
+            nodes.append(node if topology.num_nodes == 1 else np.where(small, node, said))
+        return IN_ORDER[len(nodes)](*nodes)

@@ -11,7 +11,7 @@ import hpczero
 from hpczero.comm.devices import StagedReach
 from hpczero.plan.footprint import EXCHANGE_BYTES
 from tests.comm.conduct import makes
-from tests.comm.suite import CollectivesSuite, contribution, expected_sum, own
+from tests.comm.suite import CodesSuite, contribution, expected_sum, own
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from hpczero import Topology
 
 
-class TestFlat(CollectivesSuite):
+class TestFlat(CodesSuite):
     make = makes(hpczero.Flat)
 
 
 @pytest.mark.ranks(3, 4)
-class TestFlatInSmallChunks(CollectivesSuite):
+class TestFlatInSmallChunks(CodesSuite):
     make = makes(hpczero.Flat, chunk_nbytes=20)
 
     def test_large_buffers(self, comm: MPI.Intracomm) -> None:  # type: ignore[override]
@@ -33,7 +33,7 @@ class TestFlatInSmallChunks(CollectivesSuite):
 
 
 @pytest.mark.ranks(3, 4)
-class TestFlatOverALateDevice(CollectivesSuite):
+class TestFlatOverALateDevice(CodesSuite):
     make = makes(hpczero.Flat, StagedReach)
 
 

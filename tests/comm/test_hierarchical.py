@@ -8,7 +8,7 @@ from hpczero.comm import Hierarchical
 from hpczero.comm.devices import DirectReach, StagedReach
 from hpczero.comm.rails import AlgorithmChoice, Selection
 from tests.comm.conduct import makes, on_nodes
-from tests.comm.suite import CollectivesSuite
+from tests.comm.suite import CodesSuite
 
 # Numbers of ranks, where not any.
 RANKS = {"one node": (), "nodes of one rank": (3, 4), "block": (4,), "cyclic": (4,)}
@@ -24,7 +24,7 @@ def equal(name: str, size: int) -> list[int]:
     }[name]
 
 
-class RectangularSuite(CollectivesSuite):
+class RectangularSuite(CodesSuite):
     topology = on_nodes(equal, RANKS)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero import finetune
+from hpczero.kernels.codes import decode, encode
 from hpczero.plan.layout import Codec
-from hpczero.zero.units.encoded import decode, encode
 from tests.equality.reference import tree_sum
 from tests.helpers.small_models import tiny_gpt, tiny_tokens
 
@@ -82,8 +82,8 @@ def rounded(model: M, name: str, blocks: str = "blocks.") -> M:
         padded = torch.zeros(-(-flat.numel() // 64) * 64)
         padded[: flat.numel()] = flat
         words = torch.empty(codec.words(padded.numel()))
-        encode(padded, words, bits=codec.bits, block=64)
-        decode(words.view(1, -1), padded.view(1, -1), bits=codec.bits, block=64)
+        encode(padded, words, codec.name)
+        decode(words.view(1, -1), padded.view(1, -1), codec.name)
         begin = 0
         for each in names:
             end = begin + parameters[each].numel()

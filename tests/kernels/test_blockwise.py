@@ -6,22 +6,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpczero.kernels.codes import NF4, decode, encode, key_of
 from hpczero.plan.layout import Codec
-from hpczero.zero.units.encoded import NF4, decode, encode
+from tests.kernels.reference import drawn_and_decoded
 
 BLOCK = 64
-CODECS = pytest.mark.parametrize("codec", [Codec("int8"), Codec("nf4")], ids=lambda c: c.name)
+CODECS = pytest.mark.parametrize(
+    "codec", [*map(Codec, ("int8", "int4", "nf4"))], ids=lambda c: c.name
+)
 
 
 def coded(values: Tensor, codec: Codec) -> Tensor:
     words = torch.full((codec.words(values.numel()),), torch.nan)
-    encode(values, words, bits=codec.bits, block=BLOCK)
+    encode(values, words, codec.name)
     return words
 
 
 def decoded(words: Tensor, codec: Codec, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.full((1, numel), torch.nan, dtype=dtype)
-    decode(words.view(1, -1), out, bits=codec.bits, block=BLOCK)
+    decode(words.view(1, -1), out, codec.name)
     return out[0]
 
 
@@ -59,7 +62,11 @@ def test_encoding_what_was_decoded_changes_no_bit(codec, name):
 def test_a_value_becomes_the_nearest_level_of_its_block(codec):
     values = odd_values()["normal"]
     found = decoded(coded(values, codec), codec, values.numel())
-    levels = torch.arange(-127, 128) / 127 if codec.bits == 8 else torch.tensor(NF4)
+    levels = {
+        "int8": torch.arange(-127, 128) / 127,
+        "int4": torch.arange(-7, 8) / 7,
+        "nf4": torch.tensor(NF4),
+    }[codec.name]
     scale = values.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
     nearest = (levels[None] * scale[:, None] - values[:, None]).abs().amin(1)
     torch.testing.assert_close((found - values).abs(), nearest, atol=2e-6, rtol=0)
@@ -91,9 +98,41 @@ def test_shards_are_decoded_as_each_alone_and_rounded_once(codec, numel):
     shards = [torch.randn(numel, generator=generator) for _ in range(3)]
     words = torch.stack([coded(shard, codec) for shard in shards])
     out = torch.empty(3, numel, dtype=torch.bfloat16)
-    decode(words, out, bits=codec.bits, block=BLOCK)
+    decode(words, out, codec.name)
     for row, mine in zip(out, words, strict=True):
         assert torch.equal(row, decoded(mine, codec, numel).bfloat16())
+
+
+EVEN = pytest.mark.parametrize(("name", "most"), [("int8", 127), ("int4", 7)])
+
+
+@EVEN
+def test_drawn_codes_have_the_bits_that_are_written_out_in_numpy(name, most):
+    codec = Codec(name)
+    for title, values in odd_values().items():
+        words = torch.full((codec.words(values.numel()),), torch.nan)
+        encode(values, words, name, key=key_of(title), first=7 * BLOCK)
+        found = decoded(words, codec, values.numel()).numpy()
+        expected = drawn_and_decoded(values.numpy(), most, title, 7 * BLOCK)
+        assert found.tobytes() == expected.tobytes(), title
+
+
+@EVEN
+def test_the_mean_of_drawn_codes_is_the_value(name, most):
+    codec, times = Codec(name), 4000
+    values = odd_values()["normal"][: 20 * BLOCK]
+    scale = values.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK) / most
+    words, total = torch.empty(codec.words(len(values))), torch.zeros(len(values)).double()
+    for time in range(times):
+        encode(values, words, name, key=key_of(f"step {time}"))
+        found = decoded(words, codec, len(values))
+        assert ((found - values).abs() <= scale * 1.0001).all()
+        total += (found - values).double() / scale
+    share = (values / scale).double().frac().abs()
+    spread = (share * (1 - share) * times).sqrt()
+    z = (total / spread)[spread > 8]
+    assert z.pow(2).mean().sqrt() < 1.1
+    assert z.abs().max() < 5
 
 
 def test_bytes_per_element():

@@ -51,6 +51,7 @@ RULES: dict[str, on_disk.Kind] = {
     "rng.*.0": str,
     "rng.*.1": on_disk.COUNT,
     "skipped_steps": on_disk.COUNT,
+    "optimizer_steps?": on_disk.COUNT,  # which draw the codes of gradients between nodes
     "tensor?": (1, on_disk.MOST),  # how many ranks went on with one random stream
     "extra": dict,
     "extra_states?": dict,

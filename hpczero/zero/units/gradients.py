@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hpczero.comm.calls import Work
+from hpczero.comm.codes import CodedGradient
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
 from hpczero.memory.buffers import DTYPES, Buffer, Use
 from hpczero.plan import Plan, UnitSpec
-from hpczero.plan.layout import ShardLayout
+from hpczero.plan.layout import Coding, ShardLayout
 from hpczero.zero.units.away_shard import GradientRest
 from hpczero.zero.units.guard import (
     own_gradient,
@@ -229,7 +230,14 @@ class Reducer:
         return self._comm.alone and not self._apart
 
     def reduce(
-        self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
+        self,
+        local: Tensor,
+        into: Tensor,
+        *,
+        scale: float,
+        accumulate: bool,
+        name: str,
+        codes: CodedGradient | None = None,
     ) -> Work:
         """Start ``into (+)= scale *`` this rank's part of the sum of every rank's ``local``. Collective.
 
@@ -239,9 +247,11 @@ class Reducer:
             scale: multiplies the sum.
             accumulate: add to ``into`` instead of replacing it.
             name: of the unit; what a reducer keeps from one step to the next, it keeps by this name.
+            codes: as which the sum of a node travels; None: as it is.
         """
-        comm = self._comm
-        return comm.reduce_scatter(local, into, scale=scale, accumulate=accumulate, name=name)
+        return self._comm.reduce_scatter(
+            local, into, scale=scale, accumulate=accumulate, name=name, codes=codes
+        )
 
 
 class PartialReducer(Reducer):
@@ -266,14 +276,23 @@ class PartialReducer(Reducer):
 
     @override
     def reduce(
-        self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
+        self,
+        local: Tensor,
+        into: Tensor,
+        *,
+        scale: float,
+        accumulate: bool,
+        name: str,
+        codes: CodedGradient | None = None,
     ) -> Work:
         """As of every reducer. Collective over the tensor ranks too, when the work is waited for."""
         runs = self._runs.get(name)
         if runs is None:
-            return super().reduce(local, into, scale=scale, accumulate=accumulate, name=name)
+            return super().reduce(
+                local, into, scale=scale, accumulate=accumulate, name=name, codes=codes
+            )
         fresh = torch.empty_like(into) if accumulate else into
-        work = super().reduce(local, fresh, scale=scale, accumulate=False, name=name)
+        work = super().reduce(local, fresh, scale=scale, accumulate=False, name=name, codes=codes)
 
         def finish() -> None:
             work.wait()
@@ -455,6 +474,7 @@ class Usage:
         now: (slots,) whether this rank had a gradient since the last step.
         emptied: (slots,) whether a piece that this rank holds was found to be None at the first reduction since.
         late: whether one was found so at a later one; nobody else can tell then what was used before it.
+        reductions: since the last step.
     """
 
     def __init__(self, slots: int) -> None:
@@ -463,7 +483,7 @@ class Usage:
         self.late = False
         self._before = np.zeros(slots, dtype=bool)  # known to all ranks at the last step
         self._announced = np.zeros(slots, dtype=bool)  # set to None where all ranks see it
-        self._reductions = 0  # since the last step
+        self.reductions = 0
 
     def __len__(self) -> int:
         return len(self.now)
@@ -472,7 +492,7 @@ class Usage:
         """A reduction finds that a piece of a slot was set to None since the last one."""
         if self._announced[position]:
             return
-        if self._reductions:
+        if self.reductions:
             self.late = True
         else:
             self.emptied[position] = True
@@ -484,7 +504,7 @@ class Usage:
         else:
             self.now |= np.array(filled, dtype=bool)
         self._announced[:] = False
-        self._reductions += 1
+        self.reductions += 1
 
     def drop(self, position: int) -> None:
         """The gradient of one slot was set to None, on all ranks."""
@@ -495,7 +515,7 @@ class Usage:
         """All gradients are gone, on all ranks."""
         for flags in (self.now, self.emptied, self._before, self._announced):
             flags[:] = False
-        self.late, self._reductions = False, 0
+        self.late, self.reductions = False, 0
 
     def step(self, now: Flags, emptied: Flags) -> Flags:
         """The step begins. Args: ``now`` and ``emptied`` of any rank. Returns which slots have a gradient, (slots,)."""
@@ -542,6 +562,7 @@ class UnitGradients:
         self._spec, self._optimized = spec, optimized
         self._stage, self._comm, self._reducer = plan.stage, comm, reducer
         layout, precision = spec.layout, plan.precision
+        self._coding = Coding.of(layout, precision.reduce)
         self.rest = rest
         in_place = reducer.in_place and not precision.has_masters  # else the mean has another dtype
         self._local = LocalGradient(
@@ -584,6 +605,10 @@ class UnitGradients:
         ``finish`` follows.
         """
         accumulate = self._prepare_reduced()
+        codes = None
+        if self._coding is not None:
+            step, turn = self._comm.calls.step, self.usage.reductions
+            codes = CodedGradient(self._coding, f"step {step}, {turn}, {self._spec.name}")
         self.usage.reduced(self._local.filled)
         self._reduction = self._reducer.reduce(
             self._local.complete(),
@@ -591,6 +616,7 @@ class UnitGradients:
             scale=scale,
             accumulate=accumulate,
             name=self._spec.name,
+            codes=codes,
         )
         self._local.clear()
         self._dropped.clear()
