@@ -68,4 +68,4 @@ def _key(which: str, node: int) -> Key:
 
 
 def _numbers(blocks: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(blocks, device=device)
+    return torch.tensor(blocks, device=device, dtype=torch.int64)

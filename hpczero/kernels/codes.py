@@ -1,4 +1,4 @@
-"""Block-wise codes of few bits: blocks of values as levels between -1 and 1 times one fp32 scale.
+"""Block-wise codes of few bits: blocks of values as levels between -1 and 1 times one scale.
 
     scale = largest magnitude of the block      value = level[code] * scale
 
@@ -6,6 +6,9 @@ Codes are the nearest ones, or drawn: then the expected value is the value itsel
 
 [Note: Nearest codes are stable] The largest level is exactly 1. Therefore the scale of decoded values is the scale that
 they were decoded with, and ``encode(decode(x)) == x`` bit for bit.
+
+Scales are fp32. Those of ``int4`` are bf16, rounded up, and so up to 1/128 larger: there an fp32 scale would be an
+eighth of all bytes.
 
 A block with a value that is not finite decodes to NaN as a whole, so an overflow is seen wherever it came from. Zeros
 stay zeros. Every operation here is exact or rounded once as IEEE 754 says, so hosts and devices make the same codes.
@@ -25,6 +28,7 @@ from torch import Tensor
 CHUNK_NUMEL = 2**18  # elements that are looked at together
 BLOCK = 64  # elements that share a scale
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
+SHORT_SCALES = ("int4",)
 EVEN_LEVELS = {"int8": 127, "int4": 7}  # codes -n..n
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -52,17 +56,19 @@ def encode(
 
     Args:
         values: (n,) fp32, n a multiple of BLOCK.
-        out: (n * bits / 32 + n / BLOCK,) fp32 words, whose bits hold the codes.
+        out: (n * bits / 32 + n / BLOCK,) fp32 words, whose bits hold the codes; with SHORT_SCALES half as many scales.
         form: a name of BITS: ``int8`` and ``int4`` have even levels, ``nf4`` has nearest codes only.
         key: draws codes: each is the level below or above, in proportion. None takes the nearest.
         first: number of the first element, by which codes are drawn: equal keys and numbers draw equally.
     """
     numel, block, bits = values.numel(), BLOCK, BITS[form]
-    codes, scales = _parts(out.view(1, -1), numel, bits)
+    codes, scales = _parts(out.view(1, -1), numel, form)
     for begin in range(0, numel, CHUNK_NUMEL):
         end = min(begin + CHUNK_NUMEL, numel)
         blocks = values[begin:end].view(-1, block)
         scale = blocks.abs().amax(1)
+        if form in SHORT_SCALES:
+            scale = _rounded_up(scale)
         scale = torch.where(scale.isfinite(), scale, torch.nan)
         level = (blocks / torch.where(scale == 0, 1.0, scale)[:, None]).nan_to_num_().view(-1)
         if form in EVEN_LEVELS:
@@ -95,7 +101,7 @@ def decode(words: Tensor, out: Tensor, form: str) -> None:
     block, bits = BLOCK, BITS[form]
     if not numel:
         return
-    codes, scales = _parts(words, numel, bits)
+    codes, scales = _parts(words, numel, form)
     rows = max(CHUNK_NUMEL // numel, 1)
     for first in range(0, shards, rows):
         some = slice(first, min(first + rows, shards))
@@ -125,15 +131,30 @@ def _counted(device: torch.device) -> Tensor:
 
 def _levels(codes: Tensor, form: str) -> Tensor:
     """(shards, codes) or (shards, codes, 2) fp32."""
-    if BITS[form] == 8:
-        return codes.view(torch.int8).float().div_(EVEN_LEVELS[form])
-    return _pairs(codes.device, form)[codes.int()]
+    if form == "nf4":
+        return _pairs(codes.device)[codes.int()]
+    numbers = codes.view(torch.int8)  # two's complement
+    if BITS[form] == 4:
+        pairs = numbers.new_empty((*codes.shape, 2), dtype=torch.float32)
+        pairs[..., 0], pairs[..., 1] = numbers >> 4, (numbers << 4) >> 4
+        numbers = pairs
+    return numbers.float().div_(EVEN_LEVELS[form])
 
 
-def _parts(words: Tensor, numel: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes (shards, bytes) uint8 and scales (shards, blocks) fp32 of (shards, w) words."""
-    code_words = numel * bits // 32
-    return words.view(torch.uint8)[:, : 4 * code_words], words[:, code_words:]
+def _parts(words: Tensor, numel: int, form: str) -> tuple[Tensor, Tensor]:
+    """Codes (shards, bytes) uint8 and scales (shards, blocks) of (shards, w) words."""
+    code_words = numel * BITS[form] // 32
+    scales = words[:, code_words:]
+    if form in SHORT_SCALES:
+        scales = words.view(torch.bfloat16)[:, 2 * code_words :]
+    return words.view(torch.uint8)[:, : 4 * code_words], scales
+
+
+def _rounded_up(scale: Tensor) -> Tensor:
+    """The next bf16 from each fp32 upwards, as fp32; no value is below 0."""
+    near = scale.to(torch.bfloat16)
+    above = (near.view(torch.int16) + 1).view(torch.bfloat16)
+    return torch.where(near.float() < scale, above, near).float()
 
 
 @cache
@@ -143,10 +164,7 @@ def _middles(device: torch.device) -> Tensor:
 
 
 @cache
-def _pairs(device: torch.device, name: str) -> Tensor:
+def _pairs(device: torch.device) -> Tensor:
     """(256, 2): the two levels of each byte."""
     levels = torch.tensor(NF4, device=device, dtype=torch.float32)
-    if name in EVEN_LEVELS:
-        numbers = torch.arange(16, device=device, dtype=torch.float32)  # two's complement
-        levels = torch.where(numbers < 8, numbers, numbers - 16) / EVEN_LEVELS[name]
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1)

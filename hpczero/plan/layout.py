@@ -132,7 +132,7 @@ class ShardLayout:
 
 # Codec: in which form frozen matrices rest and travel, and gradients travel between nodes; and how many bytes it takes.
 #
-#     a shard of n elements, n a multiple of 64:   [ codes, n * bits / 8 bytes | scales, n / 64 of fp32 ]
+#     a shard of n elements, n a multiple of 64:   [ codes, n * bits / 8 bytes | scales, n / 64 of fp32 or bf16 ]
 #
 # Shards begin at multiples of 64 elements of their unit, so a block is the same for every number of ranks.
 #
@@ -140,6 +140,7 @@ class ShardLayout:
 # 2.1; Wang et al., ZeRO++, arXiv 2306.10209, sec. 3.1 and 3.3.
 
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
+SCALE_BYTES = {"int8": 4, "int4": 2, "nf4": 4}
 AT_REST = ("int8", "nf4")
 FP32_BYTES = 4
 
@@ -175,8 +176,12 @@ class Codec:
         return BITS[self.name]
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of ``numel`` elements, a multiple of the block: 1.0625 each in 8 bits, 0.5625 in 4."""
-        return numel * self.bits // 8 + numel // self.block * FP32_BYTES
+        """Bytes of ``numel`` elements, a multiple of the block, in whole words.
+
+        1.0625 each in int8, 0.53125 in int4, 0.5625 in nf4.
+        """
+        scales = numel // self.block * SCALE_BYTES[self.name]
+        return numel * self.bits // 8 + -(-scales // FP32_BYTES) * FP32_BYTES
 
     def words(self, numel: int) -> int:
         """The same in words of 4 bytes."""
@@ -206,6 +211,11 @@ class Coding:
         return coding if coding.words(0, layout.shard_numel) < layout.shard_numel else None
 
     @cached_property
+    def _words(self) -> dict[tuple[int, int], int]:
+        """Known ``words``: every round of a reduction asks, and the answer costs a look at each shard."""
+        return {}
+
+    @cached_property
     def _exact(self) -> tuple[list[int], ...]:
         """Exact blocks of each shard, counted from the shard's start, ascending."""
         block = self.codec.block
@@ -227,8 +237,11 @@ class Coding:
 
     def words(self, start: int, count: int) -> int:
         """Words of 4 bytes of a row; the same for every shard."""
-        most = max(len(self.exact(shard, start, count)) for shard in range(len(self._exact)))
-        return self.codec.words(count) + most * self.codec.block
+        if (start, count) not in self._words:
+            shards = range(self.layout.num_shards)
+            most = max(len(self.exact(shard, start, count)) for shard in shards)
+            self._words[start, count] = self.codec.words(count) + most * self.codec.block
+        return self._words[start, count]
 
     def nbytes(self, chunk: int) -> int:
         """Bytes of a whole shard that travels in rows of ``chunk`` elements."""

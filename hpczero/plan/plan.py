@@ -298,7 +298,9 @@ class Plan:
 
     def coding(self, unit: UnitSpec) -> Coding | None:
         """As what the gradient of ``unit`` travels between nodes; None: in a dtype."""
-        return Coding.of(unit.layout, self.precision.reduce) if unit.trainable else None
+        if not (unit.trainable and self.precision.sends_codes):
+            return None
+        return Coding.of(unit.layout, self.precision.reduce)
 
     @property
     def node_itemsize(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -68,12 +69,14 @@ def test_a_value_becomes_the_nearest_level_of_its_block(codec):
         "nf4": torch.tensor(NF4),
     }[codec.name]
     scale = values.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
+    if codec.name == "int4":
+        scale = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
     nearest = (levels[None] * scale[:, None] - values[:, None]).abs().amin(1)
     torch.testing.assert_close((found - values).abs(), nearest, atol=2e-6, rtol=0)
     assert len(torch.unique((found / scale * 1e4).round())) <= len(levels)
 
 
-@CODECS
+@pytest.mark.parametrize("codec", [*map(Codec, ("int8", "nf4"))], ids=lambda c: c.name)
 def test_the_largest_of_a_block_stays_exactly(codec):
     values = odd_values()["normal"].abs()
     found = decoded(coded(values, codec), codec, values.numel())
@@ -114,7 +117,8 @@ def test_drawn_codes_have_the_bits_that_are_written_out_in_numpy(name, most):
         encode(values, words, name, key=key_of(title), first=7 * BLOCK)
         found = decoded(words, codec, values.numel()).numpy()
         expected = drawn_and_decoded(values.numpy(), most, title, 7 * BLOCK)
-        assert found.tobytes() == expected.tobytes(), title
+        equal = (found.view("u4") == expected.view("u4")) | (np.isnan(found) & np.isnan(expected))
+        assert equal.all(), title
 
 
 @EVEN
@@ -126,8 +130,10 @@ def test_the_mean_of_drawn_codes_is_the_value(name, most):
     for time in range(times):
         encode(values, words, name, key=key_of(f"step {time}"))
         found = decoded(words, codec, len(values))
-        assert ((found - values).abs() <= scale * 1.0001).all()
+        assert ((found - values).abs() <= scale * (1.0001 if most == 127 else 1.008)).all()
         total += (found - values).double() / scale
+    if most == 7:
+        scale = ((scale * 7).view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32) / 7
     share = (values / scale).double().frac().abs()
     spread = (share * (1 - share) * times).sqrt()
     z = (total / spread)[spread > 8]

@@ -55,7 +55,7 @@ def test_transports_train_the_same_bits_and_near_the_exact_ones(world: World, st
     world.check(not same(runs["flat"], runs["exact"]), "the bits are those of exact sums")
     losses = zip(runs["flat"][:6], runs["exact"][:6], strict=True)
     far = max(float((a - b).abs() / b) for a, b in losses)
-    world.check(far < (1e-3 if form == "int8" else 1e-2), far)
+    world.check(far < (5e-3 if form == "int8" else 5e-2), far)
 
 
 @CODES

@@ -25,7 +25,7 @@ from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
 from hpczero.memory.buffers import DTYPES, Buffer, Use
 from hpczero.plan import Plan, UnitSpec
-from hpczero.plan.layout import Coding, ShardLayout
+from hpczero.plan.layout import ShardLayout
 from hpczero.zero.units.away_shard import GradientRest
 from hpczero.zero.units.guard import (
     own_gradient,
@@ -560,9 +560,8 @@ class UnitGradients:
     ) -> None:
         """Not collective; memory is taken in the first backward. ``plan`` says stage and precision."""
         self._spec, self._optimized = spec, optimized
-        self._stage, self._comm, self._reducer = plan.stage, comm, reducer
+        self._plan, self._comm, self._reducer = plan, comm, reducer
         layout, precision = spec.layout, plan.precision
-        self._coding = Coding.of(layout, precision.reduce)
         self.rest = rest
         in_place = reducer.in_place and not precision.has_masters  # else the mean has another dtype
         self._local = LocalGradient(
@@ -605,10 +604,10 @@ class UnitGradients:
         ``finish`` follows.
         """
         accumulate = self._prepare_reduced()
-        codes = None
-        if self._coding is not None:
+        codes, coding = None, self._plan.coding(self._spec)
+        if coding is not None:
             step, turn = self._comm.calls.step, self.usage.reductions
-            codes = CodedGradient(self._coding, f"step {step}, {turn}, {self._spec.name}")
+            codes = CodedGradient(coding, f"step {step}, {turn}, {self._spec.name}")
         self.usage.reduced(self._local.filled)
         self._reduction = self._reducer.reduce(
             self._local.complete(),
@@ -628,7 +627,7 @@ class UnitGradients:
             return
         self._reduction.wait()
         self._reduction = None
-        if not self._stage.shards_optimizer and self._comm.group.size > 1:
+        if not self._plan.stage.shards_optimizer and self._comm.group.size > 1:
             self._comm.all_gather(self.reduced, name=self._spec.name).wait()
         shards = self._optimized
         set_own_gradients(shards.parameters, shards.cut(self.reduced))
@@ -660,7 +659,7 @@ class UnitGradients:
 
     @property
     def _reduced_mine(self) -> Tensor:
-        if self._stage.shards_optimizer or self._comm.group.size == 1:
+        if self._plan.stage.shards_optimizer or self._comm.group.size == 1:
             return self.reduced
         index, numel = self._comm.group.index, self._spec.layout.shard_numel
         return self.reduced[index * numel : (index + 1) * numel]
