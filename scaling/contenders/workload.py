@@ -31,13 +31,7 @@ class Workload:
 
     @property
     def model(self) -> GPTConfig:
-        return GPTConfig(
-            vocab_size=self.vocab_size,
-            context=self.context,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-        )
+        return GPTConfig(self.vocab_size, self.context, self.layers, self.hidden, self.heads)
 
     def describe(self) -> str:
         """One line for headings."""

@@ -44,13 +44,7 @@ class Sizes:
 
     @property
     def model(self) -> GPTConfig:
-        return GPTConfig(
-            vocab_size=self.vocabulary,
-            context=self.context,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-        )
+        return GPTConfig(self.vocabulary, self.context, self.layers, self.hidden, self.heads)
 
     def describe(self) -> str:
         """One line for headings."""

@@ -50,13 +50,7 @@ class Setting:
     @property
     def model(self) -> GPTConfig:
         """Sizes of the network."""
-        return GPTConfig(
-            vocab_size=8192,
-            context=self.context,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.hidden // 64,
-        )
+        return GPTConfig(8192, self.context, self.layers, self.hidden, heads=self.hidden // 64)
 
     def asked(self, topology: Topology, folder: Path) -> PlannedRun:
         """What the planner starts from."""
