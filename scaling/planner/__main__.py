@@ -134,10 +134,7 @@ def _choice(topology: Topology, setting: Setting, asked: PlannedRun, folder: Pat
     freedom = Freedom(media=["disk"], rests=["disk"], folder=str(folder))
     limit = setting.limit(asked, candidates(asked, freedom))
     return search(
-        asked,
-        freedom,
-        foretell_on(machine, measured),
-        fits=lambda run: run.most <= limit,
+        asked, freedom, foretell_on(machine, measured), fits=lambda run: run.most <= limit
     )
 
 
