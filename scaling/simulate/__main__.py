@@ -148,8 +148,8 @@ def _simulated(options: Options, machine: Machine, spread: Spread) -> Row:
         OrderError: ranks would not meet.
     """
     from scaling.simulate.engine import Recorded, Subject, record
-    from scaling.simulate.programs import COMPUTE, WAITS, check, expanded
-    from scaling.simulate.replay import Network, replay
+    from scaling.simulate.programs import check, expanded
+    from scaling.simulate.replay import COMPUTE, WAITS, Network, replay
 
     begin = time.perf_counter()
     subject = Subject(spread, options.parallel, machine)

@@ -175,8 +175,8 @@ def _timed(call: Callable[[], object]) -> float:
 def _simulated(topology: Topology, case: Case, network: Network) -> Row:
     """What a replay of all ranks' own recordings says. Collective; the same on every rank."""
     from scaling.simulate.engine import Subject, record
-    from scaling.simulate.programs import COMPUTE, WAITS, check
-    from scaling.simulate.replay import replay
+    from scaling.simulate.programs import check
+    from scaling.simulate.replay import COMPUTE, WAITS, replay
 
     subject = Subject(case.spread, case.options)
     mine = record(subject, topology.rank).program
