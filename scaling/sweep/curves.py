@@ -22,7 +22,6 @@ from statistics import median
 import numpy as np
 
 from hpczero.predict.machine import MeasuredKernels
-from scaling.evidence.host import BUSY_SHARE
 from scaling.evidence.record import Row, of_kind
 from scaling.evidence.spread import CONFIDENCE, Spread, interval_rank
 from scaling.predict.host import predict_on_host, transport_of
@@ -263,28 +262,3 @@ def differing(rows: Sequence[Row]) -> dict[str, list[str]]:
     names = dict.fromkeys(name for one in found for name in one)
     values = {name: sorted({one.get(name) or "not set" for one in found}) for name in names}
     return {name: several for name, several in values.items() if len(several) > 1}
-
-
-def commits(rows: list[Row]) -> str:
-    """Of the points, each once."""
-    return ", ".join(sorted({row["commit"] for row in of_kind(rows, "point")}))
-
-
-def busy(rows: list[Row]) -> bool:
-    """Whether other programs took so much of the processors that times say little."""
-    return median(row["foreign_share"] for row in of_kind(rows, "point")) > BUSY_SHARE
-
-
-def parity_groups(rows: list[Row]) -> dict[str, list[Row]]:
-    """Points that must have the same losses: same model, same samples in every step."""
-    groups: dict[str, list[Row]] = {}
-    for row in of_kind(rows, "point"):
-        point = Point.of_json(row["point"])
-        name = f"{point.model}, global batch {point.global_batch}, {point.precision}"
-        groups.setdefault(name, []).append(row)
-    return groups
-
-
-def loss_difference(row: Row, reference: Row) -> list[float]:
-    """Absolute difference of the losses of each step that both have."""
-    return [abs(a - b) for a, b in zip(row["losses"], reference["losses"], strict=False)]
