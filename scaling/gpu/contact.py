@@ -26,7 +26,7 @@ from hpczero.errors import CommError, run
 from hpczero.kernels.tree_sum import kernel_figures, tree_sum
 from scaling.evidence.record import Row, mpi_library, versions
 from scaling.gpu.bench import MIB, Bench, print_row
-from scaling.gpu.jobs import launcher
+from scaling.gpu.jobs import launcher, nvidia_smi
 
 CALLS = 300  # of a call whose cost to the host is taken
 WARM_UP = 20
@@ -96,15 +96,12 @@ def device(accelerator: Accelerator, *, twin: bool) -> Iterator[Row]:
     yield {"tried": f"product of {n} x {n} in bf16", "tflops": 2 * n**3 * rate / 1e12}
 
 
-def machine(accelerator: Accelerator | None, *, twin: bool) -> Iterator[Row]:
+def machine() -> Iterator[Row]:
     """What something may depend on here; nothing of it touches the device."""
-    del accelerator, twin
     found: dict[str, object] = {
-        "nvidia-smi": _said(
-            "nvidia-smi",
-            "--query-gpu=name,driver_version,memory.total,compute_mode,mig.mode.current",
-            "--format=csv,noheader",
-        ),
+        "nvidia-smi": nvidia_smi("name,driver_version,memory.total,compute_mode,mig.mode.current")[
+            1
+        ],
         "kernel": os.uname().release,
         "cores": len(os.sched_getaffinity(0)),
         "free in /dev/shm, GiB": round(shutil.disk_usage("/dev/shm").free / 2**30, 1),
@@ -116,16 +113,6 @@ def machine(accelerator: Accelerator | None, *, twin: bool) -> Iterator[Row]:
     }
     for name, value in found.items():
         yield {"tried": name, "found": str(value)}
-
-
-def _said(*command: str) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=PART_S / 2
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}: {error}"
-    return (done.stdout or done.stderr).strip()
 
 
 def kernel(accelerator: Accelerator, *, twin: bool) -> Iterator[Row]:
@@ -200,21 +187,16 @@ def ranks(accelerator: Accelerator, *, twin: bool) -> Iterator[Row]:
         yield {"tried": "start two ranks", "right": len(everywhere) == 2, **found}
 
 
-PARTS: dict[str, Callable[..., Iterator[Row]]] = {
-    "machine": machine,
-    "device": device,
-    "kernel": kernel,
-    "peer": peer,
-    "ranks": ranks,
-}
+PARTS = {part.__name__: part for part in (device, kernel, peer, ranks)}
 
 
 def main() -> int:
     """One part of ``contact``."""
     twin, part = "twin" in sys.argv[2:], sys.argv[1]
+    kind = "cpu" if twin else "cuda"
     # Before MPI; ``machine`` is there to say why there is no device.
-    accelerator = None if part == "machine" else choose_accelerator("cpu" if twin else "cuda")
-    for row in PARTS[part](accelerator, twin=twin):
+    found = machine() if part == "machine" else PARTS[part](choose_accelerator(kind), twin=twin)
+    for row in found:
         print_row(row)
     return 0
 

@@ -30,16 +30,9 @@ from scaling.sweep.study import Point
 Setting = dict[str, str]
 
 # Options of sbatch that choose nodes or what a rank gets of them; a job's time, name or account change no result.
-NODE_OPTIONS: tuple[tuple[str, ...], ...] = (
-    ("--partition", "-p"),
-    ("--constraint", "-C"),
-    ("--nodelist", "-w"),
-    ("--clusters", "-M"),
-    ("--gres",),
-    ("--gpus", "-G"),
-    ("--gpus-per-node",),
-    ("--gpus-per-task",),
-    ("--cpus-per-task", "-c"),
+NODE_OPTIONS = (
+    "--partition -p, --constraint -C, --nodelist -w, --clusters -M, --gres, --gpus -G, "
+    "--gpus-per-node, --gpus-per-task, --cpus-per-task -c"
 )
 # Of ours, those that change how long something may take, not how long it takes.
 INDIFFERENT = ("HPCZERO_TIMEOUT", "HPCZERO_SERIES")
@@ -62,7 +55,7 @@ def slurm_setting(options: Sequence[str], environment: Mapping[str, str] | None 
     """
     variables = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for names in NODE_OPTIONS:
+    for names in map(str.split, NODE_OPTIONS.split(",")):
         variable = f"SBATCH_{names[0].strip('-').upper().replace('-', '_')}"
         parser.add_argument(*names, default=variables.get(variable))
     try:
@@ -97,10 +90,7 @@ def run_here(
     Raises:
         HpcZeroError: it failed, or took too long; with the last lines it said.
     """
-    path = [
-        str(record.ROOT),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]  # this code from any folder
+    path = filter(None, [str(record.ROOT), os.environ.get("PYTHONPATH")])  # from any folder
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
