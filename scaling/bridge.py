@@ -151,11 +151,8 @@ Called = tuple[str, str, int]  # verb, dtype, MiB
 
 def _times(rows: list[Row], name: str) -> dict[tuple[Called, str], dict[int, float]]:
     """Figure ``name`` by call, backend and round."""
-
-    def key(row: Row) -> tuple[Called, str]:
-        return (row["verb"], row["dtype"], row["mib"]), row["backend"]
-
-    return by_round(rows, "call", key, itemgetter(name))
+    called = itemgetter("verb", "dtype", "mib")
+    return by_round(rows, "call", lambda row: (called(row), row["backend"]), itemgetter(name))
 
 
 def text(rows: list[Row]) -> str:

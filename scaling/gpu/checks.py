@@ -178,14 +178,11 @@ def collectives(bench: Bench) -> Iterator[Row]:
         del source, target
     for way, make in ways.items():
         for nbytes in bench.sizes.messages:
-            said = ""
             try:
                 for row in _moved(bench, make(), nbytes):
                     yield {"way": way, "nbytes": nbytes, **row}
             except CommError as error:
-                said = bench.survived(error)
-            if said:
-                yield {"way": way, "nbytes": nbytes, "said": said}
+                yield {"way": way, "nbytes": nbytes, "said": bench.survived(error)}
                 break
 
 

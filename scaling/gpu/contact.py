@@ -203,7 +203,7 @@ def main() -> int:
 
 def smoke(bench: Bench) -> Iterator[Row]:
     """Memory of another process, torch.distributed, and what small calls cost the host. On two ranks."""
-    yield from _peers_memory(bench)
+    yield _peers_memory(bench)
     yield _bridged(bench)
     for name, call in _small_calls(bench).items():
         for _ in range(WARM_UP):
@@ -218,12 +218,11 @@ def smoke(bench: Bench) -> Iterator[Row]:
     yield {"tried": "shared memory that is free", "bytes": shutil.disk_usage("/dev/shm").free}
 
 
-def _peers_memory(bench: Bench) -> Iterator[Row]:
+def _peers_memory(bench: Bench) -> Row:
     """Rank 0 exports a block, and rank 1 reads it: is it right, how fast is it."""
     nbytes, topology = EXPORTED[bench.twin], bench.topology
     accelerator, group = bench.accelerator, bench.topology.world
-    what, said = f"peer's memory, {nbytes // MIB} MiB", ""
-    right, rate = 1.0, 0.0
+    what, right, rate = f"peer's memory, {nbytes // MIB} MiB", 1.0, 0.0
     try:
         with group.agreed("export and map memory"):
             block = accelerator.export(nbytes)
@@ -243,11 +242,8 @@ def _peers_memory(bench: Bench) -> Iterator[Row]:
         topology.barrier()
         block.close()
     except CommError as error:
-        said = bench.survived(error)
-    if said:
-        yield {"tried": what, "said": said}
-        return
-    yield {"tried": what, "right": all(topology.gather(right)), "gb_per_s": rate / 1e9}
+        return {"tried": what, "said": bench.survived(error)}
+    return {"tried": what, "right": all(topology.gather(right)), "gb_per_s": rate / 1e9}
 
 
 def _bridged(bench: Bench) -> Row:

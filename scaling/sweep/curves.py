@@ -138,28 +138,17 @@ class Measured:
         model knows no such transport, or ranks share more than shards.
         """
         point, found = self.point, []
+        of = {"ranks": point.ranks, "stage": point.stage, "micro_batch": point.micro_batch}
+        of["accumulation"] = point.batch // point.micro_batch
+        known = point.layout == PLAIN and point.nodes == 1 and point.precision == "fp32"
         for row in self.rows:
             transport = transport_of(row["transport"])
-            if (
-                point.layout != PLAIN
-                or point.nodes > 1
-                or point.precision != "fp32"
-                or not row["probe"]
-                or not transport
-            ):
+            if not (known and row["probe"] and transport):
                 return None
-            found.append(
-                predict_on_host(
-                    point.config,
-                    MeasuredKernels.of_ranks(row["probe"]),
-                    ranks=point.ranks,
-                    stage=point.stage,
-                    micro_batch=point.micro_batch,
-                    accumulation=point.batch // point.micro_batch,
-                    transport=transport,
-                )
-            )
-        return median(prediction.step_s for prediction in found) * 1e3
+            measured = MeasuredKernels.of_ranks(row["probe"])
+            step = predict_on_host(point.config, measured, transport=transport, **of)
+            found.append(step.step_s)
+        return median(found) * 1e3
 
     @property
     def planned_nbytes(self) -> int:

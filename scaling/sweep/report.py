@@ -268,10 +268,7 @@ def _numbers(curve: Curve, m: Measured) -> dict[str, object]:
 
     return {
         "curve": curve.name,
-        "model": point.model,
-        "stage": point.stage,
-        "ranks": point.ranks,
-        "nodes": point.nodes,
+        **{name: getattr(point, name) for name in ("model", "stage", "ranks", "nodes")},
         "batch_per_rank": point.batch,
         "global_batch": point.global_batch,
         "jobs": len(m.rows),

@@ -238,17 +238,16 @@ class Grid:
     def _micro_batch(self, batch: int, layout: LayoutOptions) -> int:
         if layout.pipeline > 1 and self.micro_batch is None:
             most = max(batch // (FILLED * layout.pipeline), 1)
-            return max(size for size in range(1, most + 1) if batch % size == 0)
-        if self.batches is None:
+        elif self.batches is None:
             # A batch that nobody chose need not fit into memory at once, and divides as it happens to.
             most = min(self.micro_batch or DEFAULT_MICRO_BATCH, batch)
-            return max(size for size in range(1, most + 1) if batch % size == 0)
-        most = min(self.micro_batch or batch, batch)
-        if batch % most:
-            raise ConfigError(
-                f"--micro_batch: got {most}, which does not divide the {batch} sequences of a rank"
-            )
-        return most
+        else:
+            most = min(self.micro_batch or batch, batch)
+            if batch % most:
+                raise ConfigError(
+                    f"--micro_batch: got {most}, which does not divide the {batch} sequences of a rank"
+                )
+        return max(size for size in range(1, most + 1) if batch % size == 0)
 
 
 def data_ranks(layout: LayoutOptions, ranks: int) -> int:
