@@ -50,12 +50,8 @@ class Options(harness.Common):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
-    said = "torch.distributed over MPI and gloo, in one run on one node; start it under mpirun."
     return harness.on_ranks(
-        harness.options_of(Options, "bridge", said),
-        lambda topology, _: f"bridge-{harness.placement(topology)}",
-        measure,
-        REPORT,
+        Options, "bridge", lambda on, _: f"bridge-{harness.placement(on)}", measure, REPORT
     )
 
 

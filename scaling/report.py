@@ -55,7 +55,7 @@ class Options:
 
 def main() -> int:
     """Print the reports as markdown and draw their plots beside the files; of sweeps also SVG, CSV and the text."""
-    options = options_of(Options, "report", str(main.__doc__))
+    options = options_of(Options, "report")
     reports, problems = [], []
     found: dict[Path, None] = {}  # each once, in the order given
     for name in options.files:

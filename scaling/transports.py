@@ -53,8 +53,7 @@ class Options(harness.OnNodes):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
-    said = "Step time of one model over each transport, in one run; start it under mpirun or srun."
-    return harness.on_ranks(harness.options_of(Options, "transports", said), _name, measure, REPORT)
+    return harness.on_ranks(Options, "transports", _name, measure, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:

@@ -82,11 +82,7 @@ class Options(Common):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot."""
-    said = (
-        "Speed and memory of saving and loading, by hpczero, torch and as raw bytes, in one run. It starts "
-        "its ranks itself."
-    )
-    options = options_of(Options, "checkpoint", said)
+    options = options_of(Options, "checkpoint")
     end_on_sigterm()
     record(f"checkpoint-{options.what.name}", options.results, measure(options), REPORT)
     return 0

@@ -54,10 +54,7 @@ class Options(harness.OnNodes):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
-    said = "All-gather and reduce-scatter by every algorithm, in one run; start it under mpirun or srun."
-    return harness.on_ranks(
-        harness.options_of(Options, "collectives", said), _name, measure, REPORT
-    )
+    return harness.on_ranks(Options, "collectives", _name, measure, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:

@@ -60,8 +60,7 @@ class Options:
 
 def main() -> int:
     """Run the jobs one after the other; write rows, print the table. Returns 1 if a check could not be run."""
-    said = "All checks and measurements on a GPU; starts its ranks itself."
-    options = options_of(Options, "gpu", said)
+    options = options_of(Options, "gpu")
     if options.pages is not None:
         for path in write_pages(Path(options.pages)):
             sys.stderr.write(f"written: {path}\n")

@@ -90,10 +90,7 @@ class Options:
 
 def main() -> int:
     """Simulate, write the rows, print the tables."""
-    said = (
-        "A step of all ranks of a large job, recorded by the real engine and replayed on a network."
-    )
-    options = options_of(Options, "simulate", said)
+    options = options_of(Options, "simulate")
     machine = load_machine(options.machine)
     spreads = list(spreads_of(options, machine))  # refuses what cannot be, before all is built
     rows = rows_of(options, machine, spreads)

@@ -57,12 +57,7 @@ class Options(TurnsOfLayouts):
 
 def main() -> int:
     """Compare, write the rows, print the table. Collective over MPI's world."""
-    said = (
-        "Measured steps of layouts beside simulated ones; start it under mpirun on emulated hosts."
-    )
-    return harness.on_ranks(
-        harness.options_of(Options, "simulate.check", said), _name, compare, REPORT
-    )
+    return harness.on_ranks(Options, "simulate.check", _name, compare, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:

@@ -65,8 +65,7 @@ class Options(harness.Common):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
-    said = "Training from a disk beside the disk alone and fio, in one run; start it under mpirun or srun."
-    return harness.on_ranks(harness.options_of(Options, "tiers", said), _name, measure, REPORT)
+    return harness.on_ranks(Options, "tiers", _name, measure, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:
