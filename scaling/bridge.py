@@ -50,12 +50,8 @@ class Options(harness.Common):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
-    said = "torch.distributed over MPI and gloo, in one run on one node; start it under mpirun."
     return harness.on_ranks(
-        harness.options_of(Options, "bridge", said),
-        lambda topology, _: f"bridge-{harness.placement(topology)}",
-        measure,
-        REPORT,
+        Options, "bridge", lambda on, _: f"bridge-{harness.placement(on)}", measure, REPORT
     )
 
 
@@ -151,11 +147,8 @@ Called = tuple[str, str, int]  # verb, dtype, MiB
 
 def _times(rows: list[Row], name: str) -> dict[tuple[Called, str], dict[int, float]]:
     """Figure ``name`` by call, backend and round."""
-
-    def key(row: Row) -> tuple[Called, str]:
-        return (row["verb"], row["dtype"], row["mib"]), row["backend"]
-
-    return by_round(rows, "call", key, itemgetter(name))
+    called = itemgetter("verb", "dtype", "mib")
+    return by_round(rows, "call", lambda row: (called(row), row["backend"]), itemgetter(name))
 
 
 def text(rows: list[Row]) -> str:

@@ -129,8 +129,7 @@ def matches_of(options: Options) -> list[Match]:
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot."""
-    said = "Step time of own tensor and pipeline parallelism beside torch's, in one run."
-    options = options_of(Options, "parallel", said)
+    options = options_of(Options, "parallel")
     end_on_sigterm()
     name = f"parallel-{options.what.name}-{options.ranks}-{options.precision}"
     record(name, options.folder, measure(options, options.chosen), REPORT)

@@ -75,8 +75,7 @@ class Options(TurnOptions):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot."""
-    said = "Step time and memory of hpczero and its peers on the same work, in one run."
-    options = options_of(Options, "peers", said)
+    options = options_of(Options, "peers")
     end_on_sigterm()
     entries = choose(options)
     record(f"peers-{options.what.name}", options.folder, measure(options, entries), REPORT)

@@ -14,46 +14,29 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import tyro
 from markdown_it import MarkdownIt
 
 from hpczero.errors import ConfigError, run
-from scaling import bridge, parallel, peers, start, transports
-from scaling.checkpoint.__main__ import REPORT as CHECKPOINT
-from scaling.collectives.__main__ import REPORT as COLLECTIVES
 from scaling.evidence.harness import Report, options_of, say
 from scaling.evidence.record import HOME, Row, commit, parse_rows
-from scaling.gpu.goals import REPORT as GPU
-from scaling.hostcost.__main__ import REPORT as HOSTCOST
-from scaling.layouts.__main__ import REPORT as LAYOUTS
-from scaling.overhead.__main__ import REPORT as OVERHEAD
-from scaling.planner.__main__ import REPORT as PLANNER
-from scaling.predict.check import REPORT as PREDICT
-from scaling.simulate.check import REPORT as SIMULATE
-from scaling.sweep.plots import REPORT as SWEEP
 from scaling.sweep.plots import is_point
 from scaling.sweep.report import write_tables
-from scaling.tiers.__main__ import REPORT as TIERS
 
-REPORTS: dict[str, Report] = {  # by the beginning of a file's name
-    "bridge": bridge.REPORT,
-    "checkpoint": CHECKPOINT,
-    "collectives": COLLECTIVES,
-    "gpu": GPU,
-    "hostcost": HOSTCOST,
-    "layouts": LAYOUTS,
-    "overhead": OVERHEAD,
-    "parallel": parallel.REPORT,
-    "peers": peers.REPORT,
-    "planner": PLANNER,
-    "predict": PREDICT,
-    "simulate": SIMULATE,
-    "start": start.REPORT,
-    "sweep": SWEEP,
-    "tiers": TIERS,
-    "transports": transports.REPORT,
+COMMANDS = "checkpoint collectives hostcost layouts overhead planner tiers"
+MODULES = {  # by the beginning of a file's name
+    **{name: name for name in ["bridge", "parallel", "peers", "start", "transports"]},
+    **{name: f"{name}.__main__" for name in COMMANDS.split()},
+    "gpu": "gpu.goals",
+    "predict": "predict.check",
+    "simulate": "simulate.check",
+    "sweep": "sweep.plots",
+}
+REPORTS: dict[str, Report] = {
+    name: import_module(f"scaling.{module}").REPORT for name, module in sorted(MODULES.items())
 }
 
 
@@ -72,7 +55,7 @@ class Options:
 
 def main() -> int:
     """Print the reports as markdown and draw their plots beside the files; of sweeps also SVG, CSV and the text."""
-    options = options_of(Options, "report", str(main.__doc__))
+    options = options_of(Options, "report")
     reports, problems = [], []
     found: dict[Path, None] = {}  # each once, in the order given
     for name in options.files:

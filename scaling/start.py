@@ -128,10 +128,7 @@ def cases_of(options: Options) -> Iterator[Case]:
 
 def main() -> int:
     """Measure, write the rows, print the table."""
-    said = (
-        "Seconds until a command says something, tells a mistake, shows its help, begins to train."
-    )
-    options = options_of(Options, "start", said)
+    options = options_of(Options, "start")
     record("start", options.results, measure(options), REPORT)
     return 0
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hpczero.errors import ConfigError, HpcZeroError, run
 from scaling.contenders.workload import WORKLOADS
@@ -21,6 +21,8 @@ from scaling.evidence.spread import Spread, by_round, paired, table_of, with_spr
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
+
+Known = Literal["flat", "hierarchical", "window-inline", "window"]
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,7 @@ class Options(harness.OnNodes):
 
     workload: Literal["gpt-8x512", "gpt-8x512-short", "gpt-12x768", "tiny"] = "gpt-8x512"
     stage: Literal[0, 1, 2, 3] = 3
-    transports: tuple[Literal["flat", "hierarchical", "window-inline", "window"], ...] = (
-        "flat",
-        "hierarchical",
-        "window-inline",
-        "window",
-    )
+    transports: tuple[Known, ...] = get_args(Known)
     rounds: int = 7
     warm_up: int = 2
     link: str = ""
@@ -56,8 +53,7 @@ class Options(harness.OnNodes):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
-    said = "Step time of one model over each transport, in one run; start it under mpirun or srun."
-    return harness.on_ranks(harness.options_of(Options, "transports", said), _name, measure, REPORT)
+    return harness.on_ranks(Options, "transports", _name, measure, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:

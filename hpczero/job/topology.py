@@ -135,6 +135,13 @@ class Topology:
                 groups[ranks] = world.part(ranks, name)
             return groups[ranks]
 
+        return cls.of_groups(mesh, world, watchdog, group)
+
+    @classmethod
+    def of_groups(
+        cls, mesh: Mesh, world: Group, watchdog: Watchdog, group: Callable[..., Group]
+    ) -> Topology:
+        """Of what ``group(name, *degrees)`` makes, in the same order on every rank."""
         return cls(
             mesh=mesh,
             world=world,

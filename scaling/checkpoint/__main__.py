@@ -10,6 +10,7 @@ its host keep is not known. Ratios are formed within a round; the slowest rank c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -81,11 +82,7 @@ class Options(Common):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot."""
-    said = (
-        "Speed and memory of saving and loading, by hpczero, torch and as raw bytes, in one run. It starts "
-        "its ranks itself."
-    )
-    options = options_of(Options, "checkpoint", said)
+    options = options_of(Options, "checkpoint")
     end_on_sigterm()
     record(f"checkpoint-{options.what.name}", options.results, measure(options), REPORT)
     return 0
@@ -142,24 +139,20 @@ def measure(options: Options) -> Iterator[Row]:
 
 
 class Disk:
-    """Where the files go; nothing of them stays."""
+    """Where the files go; nothing of them stays.
+
+    Attributes:
+        filesystem: its type, such as ``ext4``.
+        steps: numbers for saves.
+    """
 
     def __init__(self, stack: contextlib.ExitStack, options: Options) -> None:
         parent = HOME / (options.folder or "runs")
         parent.mkdir(parents=True, exist_ok=True)
         made = tempfile.TemporaryDirectory(prefix="checkpoint-speed-", dir=parent)
         self._path = Path(stack.enter_context(made))
-        self._step = 0
-
-    @property
-    def filesystem(self) -> str:
-        """Its type, such as ``ext4``."""
-        return filesystem_of(self._path) or "unknown"
-
-    def next_step(self) -> int:
-        """A number for the next save."""
-        self._step += 1
-        return self._step
+        self.filesystem = filesystem_of(self._path) or "unknown"
+        self.steps = itertools.count(1)
 
     @contextlib.contextmanager
     def folder(self, name: str) -> Iterator[str]:
@@ -187,7 +180,7 @@ def moved(
 ) -> tuple[list[float], list[float]]:
     """One save and, after a rest, one load: seconds of each rank; with ``metered`` bytes of memory that it takes."""
     with disk.folder(way) as folder:
-        saved = crew.ask("save", way=way, folder=folder, step=disk.next_step(), metered=metered)
+        saved = crew.ask("save", way=way, folder=folder, step=next(disk.steps), metered=metered)
         time.sleep(rest_s)
         loaded = crew.ask("load", way=way, folder=folder, metered=metered)
     return [answer["found"] for answer in saved], [answer["found"] for answer in loaded]
@@ -196,7 +189,7 @@ def moved(
 def hold(crew: Crew, disk: Disk, options: Options) -> Row:
     """One save in the background, and the steps before it and beside it."""
     folder = disk.kept("background")
-    answers = crew.ask("hold", folder=folder, step=disk.next_step(), steps=options.steps)
+    answers = crew.ask("hold", folder=folder, step=next(disk.steps), steps=options.steps)
     return {"kind": "hold", **{name: [a[name] for a in answers] for name in answers[0]}}
 
 
@@ -208,7 +201,7 @@ def check(crew: Crew, way: str, disk: Disk) -> None:
     """
     with disk.folder(way) as folder:
         before = crew.ask("digest")
-        crew.ask("save", way=way, folder=folder, step=disk.next_step())
+        crew.ask("save", way=way, folder=folder, step=next(disk.steps))
         crew.ask("turn", steps=1)
         between = crew.ask("digest")
         crew.ask("load", way=way, folder=folder)

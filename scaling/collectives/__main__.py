@@ -54,10 +54,7 @@ class Options(harness.OnNodes):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
-    said = "All-gather and reduce-scatter by every algorithm, in one run; start it under mpirun or srun."
-    return harness.on_ranks(
-        harness.options_of(Options, "collectives", said), _name, measure, REPORT
-    )
+    return harness.on_ranks(Options, "collectives", _name, measure, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:
@@ -137,24 +134,13 @@ class Group:
 
 def groups(rows: list[Row]) -> list[Group]:
     """In the order of operations and sizes."""
-    head = head_of(rows)
-    found = by_round(
-        rows, "call", itemgetter("operation", "shard_nbytes", "mover"), itemgetter("seconds")
-    )
-    return [
-        Group(
-            operation,
-            size,
-            {
-                mover: times
-                for (op, of, mover), times in found.items()
-                if (op, of) == (operation, size)
-            },
-            _bound_s(head, size),
-        )
-        for operation in TITLES
-        for size in sorted({of for op, of, _ in found if op == operation})
-    ]
+    head, key = head_of(rows), itemgetter("operation", "shard_nbytes", "mover")
+    found: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
+    for (operation, size, mover), times in by_round(
+        rows, "call", key, itemgetter("seconds")
+    ).items():
+        found.setdefault((operation, size), {})[mover] = times
+    return [Group(of, size, found[of, size], _bound_s(head, size)) for of, size in sorted(found)]
 
 
 def _bound_s(head: Row, shard_nbytes: int) -> float | None:

@@ -67,9 +67,7 @@ def _library(topology: Topology, whole: torch.Tensor, out: torch.Tensor) -> Iter
     gathered = MPI.buffer.fromaddress(whole.data_ptr(), whole.numel() * 4)
     summed = MPI.buffer.fromaddress(out.data_ptr(), nbytes)
     yield Mover(
-        LIBRARY,
-        "all_gather",
-        lambda: world.Allgather(MPI.IN_PLACE, [gathered, nbytes, MPI.BYTE]),
+        LIBRARY, "all_gather", lambda: world.Allgather(MPI.IN_PLACE, [gathered, nbytes, MPI.BYTE])
     )
     yield Mover(
         LIBRARY,

@@ -98,9 +98,9 @@ def gpt(workload: Workload) -> GPT:
     return model
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[nn.Parameter], *, fused: bool = True) -> torch.optim.AdamW:
     """The optimizer of every contender that takes one of torch's."""
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused, foreach=not fused or None)
 
 
 def drawn(seed: int | list[int], vocab_size: int, shape: int | tuple[int, int]) -> np.ndarray:

@@ -64,12 +64,8 @@ class Contender(base.GlooContender):
 
     def _offloaded(self, model: nn.Module, workload: Workload) -> Any:
         """The optimizer that DeepSpeed steps from a disk; its parameters and state are to lie there."""
-        from deepspeed.accelerator import (  # type: ignore[import-not-found, unused-ignore]
-            get_accelerator,
-        )
-        from deepspeed.ops.adam import (  # type: ignore[import-not-found, unused-ignore]
-            DeepSpeedCPUAdam,
-        )
+        from deepspeed.accelerator import get_accelerator  # type: ignore[import-not-found, unused-ignore]
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found, unused-ignore]
 
         # DeepSpeed 0.19.8 takes bf16 for parameters that it swaps wherever the accelerator has no fp16, whatever dtype
         # they have (zero/partition_parameters.py, _set_dtype: ``or`` binds before ``if``). Its CPU has none by default.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ def build(
     layout: LayoutOptions = PLAIN,
     *,
     seed: int = SEED,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Model and optimizer, in shards. Collective over ``topology``; ``options`` are of ``zeroify``."""
@@ -37,10 +38,10 @@ def build(
         model = adapter.build()
     initialize = adapter.initializer(model, seed)
     divide(layout, adapter, model, topology)
-    optimizer = adamw(model.parameters())
+    made = optimizer(model.parameters())
     own = {"secondary": layout.secondary, "initialize": initialize, **options}
-    hpczero.zeroify(model, optimizer, topology=topology, **own)
-    return model, optimizer
+    hpczero.zeroify(model, made, topology=topology, **own)
+    return model, made
 
 
 def random_samples(seed: Any, sequences: int, model: GPTConfig) -> tuple[np.ndarray, np.ndarray]:

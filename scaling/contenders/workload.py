@@ -17,6 +17,11 @@ LEARNING_RATE = 3e-4
 BUFFERS = 5  # blocks of staging of each contender that stages
 
 
+def gpt_sizes(layers: int, hidden: int, heads: int, vocab: int, context: int) -> GPTConfig:
+    """The sizes of a GPT."""
+    return GPTConfig(vocab_size=vocab, context=context, layers=layers, hidden=hidden, heads=heads)
+
+
 @dataclass(frozen=True)
 class Workload:
     """A GPT and the batch of one rank."""
@@ -31,13 +36,7 @@ class Workload:
 
     @property
     def model(self) -> GPTConfig:
-        return GPTConfig(
-            vocab_size=self.vocab_size,
-            context=self.context,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-        )
+        return gpt_sizes(self.layers, self.hidden, self.heads, self.vocab_size, self.context)
 
     def describe(self) -> str:
         """One line for headings."""

@@ -75,11 +75,15 @@ class OnNodes(Common):
         return "-emulated" if self.emulated else ""
 
 
-def options_of(kind: type[Kind], program: str, description: str) -> Kind:
-    """The options of this process's command line; as ``parse_command_line``, with the defaults of ``kind``."""
+def options_of(kind: type[Kind], program: str, *, start: str = "") -> Kind:
+    """The options of this process's command line; as ``parse_command_line``, with the defaults of ``kind``.
+
+    The help begins with the first paragraph of the module of ``kind``, and says how to ``start`` the program.
+    """
     prog = f"python -m scaling.{program}"
+    said = f"{sys.modules[kind.__module__].__doc__}".partition("\n\n")[0]
     return parse_command_line(
-        kind, sys.argv[1:], prog=prog, description=description, default=kind()
+        kind, sys.argv[1:], prog=prog, description=f"{said}{start}", default=kind()
     )
 
 
@@ -160,7 +164,8 @@ def nodes_of(topology: Topology, options: OnNodes) -> Row:
 
 
 def on_ranks(
-    options: Kind,
+    kind: type[Kind],
+    program: str,
     name: Callable[[Topology, Kind], str],
     measure: Callable[[Topology, Kind], Iterator[Row]],
     report: Report,
@@ -168,11 +173,13 @@ def on_ranks(
     """Measure on all ranks; rank 0 writes the rows, prints the table, draws the plot. Collective over MPI's world.
 
     Args:
-        options: with ``results``.
+        kind: of options, with ``results``.
+        program: its name in ``scaling``.
         name: of the file of results, without suffix.
         measure: the rows, the same on every rank. Collective.
         report: of the rows.
     """
+    options = options_of(kind, program, start=" Start it under mpirun or srun.")
     # Here and not at the top: these start MPI and torch, which --help and bad options must not do.
     import torch
 
@@ -181,9 +188,8 @@ def on_ranks(
     topology = start_topology(None)
     torch.set_num_threads(1)
     rows = measure(topology, options)
-    rows = itertools.chain(
-        [next(rows)], rows
-    )  # what is refused before the first row leaves no file
+    # What is refused before the first row leaves no file.
+    rows = itertools.chain([next(rows)], rows)
     if topology.is_root:
         record(name(topology, options), options.results, rows, report)  # type: ignore[attr-defined]
     else:

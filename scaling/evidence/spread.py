@@ -75,19 +75,13 @@ def interval_rank(count: int) -> int:
     return 0
 
 
-def paired_ratios(
-    numerator: Mapping[Round, float], denominator: Mapping[Round, float]
-) -> list[float]:
-    """Ratios of what was measured in the same round, for the rounds both have."""
-    return [value / denominator[key] for key, value in numerator.items() if key in denominator]
-
-
 def paired(
     numerator: Mapping[Round, float] | None, denominator: Mapping[Round, float] | None
 ) -> Spread | None:
-    """The spread of ``paired_ratios``; None where one was not measured, or no round has both."""
-    ratios = paired_ratios(numerator, denominator) if numerator and denominator else []
-    return Spread.of(ratios) if ratios else None
+    """Of ratios of what was measured in the same round; None where one was not measured, or no round has both."""
+    others = denominator or {}
+    pairs = [(v, others[k]) for k, v in (numerator or {}).items() if k in others]
+    return Spread.of(value / other for value, other in pairs) if pairs else None
 
 
 def by_round(

@@ -6,7 +6,6 @@ folder into two pages of docs.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from hpczero.errors import ConfigError, run
 from scaling.evidence.harness import options_of
 from scaling.evidence.record import HOME, Recorder, Row, circumstances, machine_name, slug
 from scaling.gpu.goals import report, write_pages
-from scaling.gpu.jobs import TWIN_SLOWNESS, chosen, known_checks, results, seconds_of
+from scaling.gpu.jobs import TWIN_SLOWNESS, chosen, known_checks, nvidia_smi, results, seconds_of
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ class Options:
 
 def main() -> int:
     """Run the jobs one after the other; write rows, print the table. Returns 1 if a check could not be run."""
-    said = "All checks and measurements on a GPU; starts its ranks itself."
-    options = options_of(Options, "gpu", said)
+    options = options_of(Options, "gpu")
     if options.pages is not None:
         for path in write_pages(Path(options.pages)):
             sys.stderr.write(f"written: {path}\n")
@@ -94,13 +92,8 @@ def _tell(kind: str, row: Row) -> None:
 def _machine(twin: bool) -> str:
     if twin:
         return machine_name()
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return machine_name()
-    names = done.stdout.splitlines() if done.returncode == 0 else []
-    return slug(names[0]) if names else machine_name()
+    answers, names = nvidia_smi("name")
+    return slug(names.splitlines()[0]) if answers and names else machine_name()
 
 
 if __name__ == "__main__":

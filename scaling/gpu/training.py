@@ -25,16 +25,7 @@ from hpczero.errors import CommError, HpcZeroError
 from hpczero.models import GPT, GPTConfig
 from hpczero.models.config import flops_per_token, parameter_count
 from scaling.evidence.record import Row
-from scaling.gpu.bench import (
-    Bench,
-    Values,
-    adamw,
-    compile_blocks,
-    forget,
-    sharded,
-    tokens,
-    train,
-)
+from scaling.gpu.bench import Bench, Values, adamw, compile_blocks, forget, sharded, tokens, train
 
 STEPS = 4
 WARM_UP = 3

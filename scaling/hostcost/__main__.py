@@ -74,10 +74,7 @@ class Options:
 
 def main() -> int:
     """Measure, write the rows, print the table."""
-    said = (
-        "Host time and messages of a step of a large job, beside communicators that move nothing."
-    )
-    options = options_of(Options, "hostcost", said)
+    options = options_of(Options, "hostcost")
     record("hostcost", options.results, measure(options), REPORT)
     return 0
 

@@ -47,10 +47,7 @@ class Options(TurnsOfLayouts):
 
 def main() -> int:
     """Measure, write the rows, print the tables, draw the plot. Collective over MPI's world."""
-    said = (
-        "Step time of one model over layouts of ranks, in one run; start it under mpirun or srun."
-    )
-    return harness.on_ranks(harness.options_of(Options, "layouts", said), _name, measure, REPORT)
+    return harness.on_ranks(Options, "layouts", _name, measure, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:

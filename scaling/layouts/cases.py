@@ -16,6 +16,7 @@ from hpczero.plan.spread import Spread
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, MeasuredKernels
 from hpczero.predict.model import Prediction, predict
+from scaling.contenders.workload import gpt_sizes
 from scaling.evidence.harness import OnNodes, at_least
 
 
@@ -44,13 +45,7 @@ class Sizes:
 
     @property
     def model(self) -> GPTConfig:
-        return GPTConfig(
-            vocab_size=self.vocabulary,
-            context=self.context,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-        )
+        return gpt_sizes(self.layers, self.hidden, self.heads, self.vocabulary, self.context)
 
     def describe(self) -> str:
         """One line for headings."""

@@ -50,8 +50,7 @@ class Options(harness.Common):
 
 def main() -> int:
     """Measure, write the rows, print the table."""
-    said = "Thread time of a step with tiny tensors beside plain torch, on one rank."
-    options = harness.options_of(Options, "overhead", said)
+    options = harness.options_of(Options, "overhead")
     harness.record(f"overhead-{options.layers}", options.results, measure(options), REPORT)
     return 0
 

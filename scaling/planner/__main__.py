@@ -20,7 +20,7 @@ from hpczero.errors import ConfigError, run
 from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import Choice, Foretold, away, kind_of, recomputed
 from scaling.contenders.workload import scratch
-from scaling.evidence.harness import Common, Report, at_least, on_ranks, options_of, say, seconds
+from scaling.evidence.harness import Common, Report, at_least, on_ranks, say, seconds
 from scaling.evidence.plot import Bar, Panels, as_bars
 from scaling.evidence.record import Row, head_of, of_kind, run_row, where_and_when
 from scaling.evidence.spread import table_of
@@ -59,9 +59,7 @@ class Options(Common):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
-    said = "The planner's choice beside other settings that fit, trained in turns; start it under mpirun."
-    options = options_of(Options, "planner", said)
-    return on_ranks(options, lambda topology, _: f"planner-{topology.size}", measure, REPORT)
+    return on_ranks(Options, "planner", lambda on, _: f"planner-{on.size}", measure, REPORT)
 
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
@@ -134,10 +132,7 @@ def _choice(topology: Topology, setting: Setting, asked: PlannedRun, folder: Pat
     freedom = Freedom(media=["disk"], rests=["disk"], folder=str(folder))
     limit = setting.limit(asked, candidates(asked, freedom))
     return search(
-        asked,
-        freedom,
-        foretell_on(machine, measured),
-        fits=lambda run: run.most <= limit,
+        asked, freedom, foretell_on(machine, measured), fits=lambda run: run.most <= limit
     )
 
 

@@ -18,7 +18,7 @@ from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.peak import PlannedRun
 from scaling.contenders.training import GPTTraining, random_samples
-from scaling.contenders.workload import SEED
+from scaling.contenders.workload import SEED, gpt_sizes
 
 WINDOW_MIB = 8
 
@@ -50,13 +50,7 @@ class Setting:
     @property
     def model(self) -> GPTConfig:
         """Sizes of the network."""
-        return GPTConfig(
-            vocab_size=8192,
-            context=self.context,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.hidden // 64,
-        )
+        return gpt_sizes(self.layers, self.hidden, self.hidden // 64, 8192, self.context)
 
     def asked(self, topology: Topology, folder: Path) -> PlannedRun:
         """What the planner starts from."""

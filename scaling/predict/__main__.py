@@ -101,8 +101,7 @@ MOST_SEQUENCES = 64  # where the batch is not given: more changes little, and no
 
 def main() -> int:
     """Print a table. Exit code 1 if --check finds a point outside of its tolerance."""
-    said = "Step time, FLOP/s, largest micro-batch and efficiency by a model; only --check trains."
-    options = options_of(Options, "predict", said)
+    options = options_of(Options, "predict")
     if options.check:
         return check(options)
     sys.stdout.write(_answer(options))

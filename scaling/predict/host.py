@@ -13,11 +13,8 @@ from scaling.evidence.record import cores, machine_name
 
 Known = Literal["flat", "hierarchical", "window"]
 # How ``Collectives.describe`` begins on one node, and which transport of the model that is.
-TRANSPORTS: dict[str, Known] = {
-    "flat": "flat",
-    "messages": "hierarchical",
-    "shared memory": "window",
-}
+TRANSPORTS: dict[str, Known] = {"flat": "flat", "messages": "hierarchical"}
+TRANSPORTS["shared memory"] = "window"
 
 
 def host_machine(measured: MeasuredKernels, ranks: int) -> Machine:
@@ -32,10 +29,8 @@ def predict_on_host(
     measured: MeasuredKernels,
     *,
     ranks: int,
-    stage: int,
-    micro_batch: int,
-    accumulation: int = 1,
     transport: Known | None = None,
+    **of: int,
 ) -> Prediction:
     """One step in fp32 on so many ranks of this host.
 
@@ -43,22 +38,18 @@ def predict_on_host(
         model: its sizes.
         measured: by as many ranks at once.
         ranks: all on this host.
-        stage: of ZeRO.
-        micro_batch: sequences of one forward.
-        accumulation: forwards of one step.
         transport: between them; None: what ``auto`` takes on one node.
+        of: ``stage``, ``micro_batch`` and, if it is not 1, ``accumulation`` of the job.
     """
     job = Job.plain(
         model,
         host_machine(measured, ranks),
         ranks,
-        stage,
-        "fp32",
-        micro_batch,
-        accumulation=accumulation,
+        precision="fp32",
         checkpointing=model.checkpoint_activations,
         transport=transport or ("window" if ranks > 1 else "flat"),
         kernels=measured,
+        **of,
     )
     return predict(job)
 

@@ -90,10 +90,7 @@ class Options:
 
 def main() -> int:
     """Simulate, write the rows, print the tables."""
-    said = (
-        "A step of all ranks of a large job, recorded by the real engine and replayed on a network."
-    )
-    options = options_of(Options, "simulate", said)
+    options = options_of(Options, "simulate")
     machine = load_machine(options.machine)
     spreads = list(spreads_of(options, machine))  # refuses what cannot be, before all is built
     rows = rows_of(options, machine, spreads)
@@ -148,8 +145,8 @@ def _simulated(options: Options, machine: Machine, spread: Spread) -> Row:
         OrderError: ranks would not meet.
     """
     from scaling.simulate.engine import Recorded, Subject, record
-    from scaling.simulate.programs import COMPUTE, WAITS, check, expanded
-    from scaling.simulate.replay import Network, replay
+    from scaling.simulate.programs import check, expanded
+    from scaling.simulate.replay import COMPUTE, WAITS, Network, replay
 
     begin = time.perf_counter()
     subject = Subject(spread, options.parallel, machine)

@@ -57,12 +57,7 @@ class Options(TurnsOfLayouts):
 
 def main() -> int:
     """Compare, write the rows, print the table. Collective over MPI's world."""
-    said = (
-        "Measured steps of layouts beside simulated ones; start it under mpirun on emulated hosts."
-    )
-    return harness.on_ranks(
-        harness.options_of(Options, "simulate.check", said), _name, compare, REPORT
-    )
+    return harness.on_ranks(Options, "simulate.check", _name, compare, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:
@@ -175,8 +170,8 @@ def _timed(call: Callable[[], object]) -> float:
 def _simulated(topology: Topology, case: Case, network: Network) -> Row:
     """What a replay of all ranks' own recordings says. Collective; the same on every rank."""
     from scaling.simulate.engine import Subject, record
-    from scaling.simulate.programs import COMPUTE, WAITS, check
-    from scaling.simulate.replay import replay
+    from scaling.simulate.programs import check
+    from scaling.simulate.replay import COMPUTE, WAITS, replay
 
     subject = Subject(case.spread, case.options)
     mine = record(subject, topology.rank).program

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -30,11 +31,10 @@ from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.plan.precision import Precision
 from hpczero.plan.spread import Spread
 from hpczero.predict.machine import Kernels, Machine, Roofline
-from hpczero.run.evaluation import Passes, PipelinePasses, passes_of
-from hpczero.run.starting.building import divide
-from hpczero.run.step import TrainingStep
-from scaling.contenders.training import random_samples
-from scaling.contenders.workload import LEARNING_RATE, SEED
+from hpczero.run.evaluation import PipelinePasses
+from scaling.contenders.base import adamw
+from scaling.contenders.training import GPTTraining, random_samples
+from scaling.contenders.workload import SEED
 from scaling.hostcost.step import Absent, Elsewhere
 from scaling.simulate import standins
 from scaling.simulate.programs import Call, Lanes, Origin, Places, Program, Receive, Send, Work
@@ -105,15 +105,14 @@ def record(
             stack.enter_context(Operations(clock))
         recorder = Recorder(clock)
         topology = standins.topology_of(recorder, subject.places, rank)
-        model, optimizer, step = _made(subject, recorder, topology, device)
+        training = _training(subject, recorder, topology, device)
         if prepare is not None:
-            prepare(model)
-        step.take(0)
+            prepare(training.model)
+        training.take()
         cuts = Cuts(recorder, clock, MEASURED_STEPS if machine is None else 1)
-        optimizer.register_step_pre_hook(cuts)
-        for number in range(cuts.most + 1):
-            step.take(1 + number)
-        state = hpczero.sharding(model)
+        training.optimizer.register_step_pre_hook(cuts)
+        training.steps(cuts.most + 1)
+        state = hpczero.sharding(training.model)
         accumulation = spread.accumulation if spread.mesh.pipeline == 1 else 1
         traffic = state.plan.traffic(
             footprint=state.collectives.footprint, micro_steps=accumulation, synced=1
@@ -125,32 +124,18 @@ def record(
             cuts.flops,
             (traffic.nbytes, traffic.messages),
         )
-    del model, optimizer, step, state, topology
+    del training, state, topology
     gc.collect()
     return found
 
 
-def _made(
+def _training(
     subject: Subject, recorder: Recorder, topology: Topology, device: Accelerator
-) -> tuple[nn.Module, torch.optim.Optimizer, TrainingStep]:
-    """Model, optimizer and step, in the order of training."""
-    spread, options = subject.spread, subject.options
-    on_host = device.is_host
+) -> GPTTraining:
+    """Model, optimizer and steps as in training, with stand-ins for all other ranks."""
+    spread, mesh, on_host = subject.spread, subject.spread.mesh, device.is_host
     torch.manual_seed(SEED)
-    config = replace(spread.model, checkpoint_activations=spread.checkpointing)
-    adapter = GPTAdapter(config)
-    with torch.device("meta"):
-        model = adapter.build()
-    initialize = adapter.initializer(model, SEED) if on_host else Ones()
-    divide(options, adapter, model, topology)
-    for sums in model.__dict__.get(SUMS, ()):
-        sums._make = lambda group, _: standins.RecordedPath(group, recorder)
-    # torch's fused optimizer knows no meta device.
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, fused=on_host or None, foreach=not on_host or None
-    )
     inner = HostReach() if on_host else DirectReach(device)
-    reach = standins.RecordedReach(device, recorder, inner)
     replicas = None
     if topology.replicate.size > 1:
         degrees = ("replicate",)
@@ -161,50 +146,41 @@ def _made(
         recorder,
         topology,
         replicas,
-        reach,
+        standins.RecordedReach(device, recorder, inner),
         subject.transport,
         node_dtype=DTYPES[spread.reduce],
         secondary=spread.secondary,
     )
-    hpczero.zeroify(
-        model,
-        optimizer,
+    # torch's fused optimizer knows no meta device.
+    apart: dict[str, Any] = {"initialize": Ones(), "optimizer": partial(adamw, fused=False)}
+    training = GPTTraining(
+        GPTAdapter(replace(spread.model, checkpoint_activations=spread.checkpointing)),
+        topology,
+        lambda *step: random_samples((SEED, *step), spread.micro_batch, spread.model),
+        subject.options,
+        accumulation=spread.accumulation,
+        device=device,
         stage=spread.stage,
-        topology=topology,
         precision=Precision.of(spread.precision, reduce=spread.reduce),
         transport=transport,
-        initialize=initialize,
+        secondary=False,  # which the transport has
+        **({} if on_host else apart),
     )
-    step = TrainingStep(
-        model,
-        optimizer,
-        passes=_passes(subject, adapter, model, recorder, device),
-        samples=lambda *step: random_samples((SEED, *step), spread.micro_batch, spread.model),
-        accelerator=device,
-        clip=1.0,
-    )
-    return model, optimizer, step
-
-
-def _passes(
-    subject: Subject, adapter: GPTAdapter, model: nn.Module, recorder: Recorder, device: Accelerator
-) -> Passes:
-    """Those of training, with stand-ins for the other stages."""
-    spread, state = subject.spread, hpczero.sharding(model)
-    mesh, accumulation = spread.mesh, spread.accumulation
-    passes = passes_of(
-        subject.options, adapter, model, accumulation=accumulation, accelerator=device
-    )
-    if isinstance(passes, PipelinePasses):
+    for sums in training.model.__dict__.get(SUMS, ()):
+        sums._make = lambda group, _: standins.RecordedPath(group, recorder)
+    if isinstance(training.passes, PipelinePasses):
         tokens = spread.model.context // mesh.sequence
         if spread.sequence_parallel:
             tokens //= mesh.tensor
         shape = (spread.micro_batch, tokens, spread.model.hidden)
-        form = torch.empty(shape, dtype=DTYPES[state.precision.param], device=device.device)
-        passes._pipeline.messages = standins.RecordedStageMessages(
-            recorder, state.topology.pipeline, chunks=spread.interleave, form=form
+        dtype = DTYPES[hpczero.sharding(training.model).precision.param]
+        training.passes._pipeline.messages = standins.RecordedStageMessages(
+            recorder,
+            topology.pipeline,
+            chunks=spread.interleave,
+            form=torch.empty(shape, dtype=dtype, device=device.device),
         )
-    return passes
+    return training
 
 
 class Ones:

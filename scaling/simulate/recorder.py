@@ -14,7 +14,7 @@ started is waited for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from hpczero.errors import HpcZeroError
@@ -306,8 +307,8 @@ class Operations(TorchDispatchMode):
         out = func(*args, **kwargs)
         if _is_free(func):
             return out
-        into = list(_tensors((out,)))
-        given = list(_tensors((*args, *kwargs.values())))
+        into = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in (*into, *given)):
             self._count(func, args, given, into)
         return out
@@ -353,14 +354,6 @@ def _is_free(func: Any) -> bool:
     if any(value.alias_info is not None and not value.alias_info.is_write for value in returns):
         return True
     return any(func.overloadpacket.__name__.startswith(name) for name in FREE)
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 class _Attention(torch.autograd.Function):

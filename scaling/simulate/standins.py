@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -21,7 +20,6 @@ from typing_extensions import override
 
 from hpczero.accelerator import Accelerator
 from hpczero.comm import Collectives, Flat, Hierarchical, Hybrid
-from hpczero.comm import Work as Pending
 from hpczero.comm.algorithms import CHUNK_BYTES, Blocks, Exchange, Gather, Meanwhile, Prepare, steps
 from hpczero.comm.background import Background
 from hpczero.comm.devices import Reach
@@ -30,7 +28,7 @@ from hpczero.comm.stage_messages import Message, StageMessages
 from hpczero.comm.sums import Path
 from hpczero.comm.sums import SumCall as PathCall
 from hpczero.job.group import Forwards, Group
-from hpczero.job.mesh import DATA, DATA_SEQUENCE, DEGREES, MODEL, SHARD
+from hpczero.job.mesh import DEGREES
 from hpczero.job.topology import Topology
 from hpczero.job.watchdog import Watchdog
 from hpczero.memory.buffers import Buffer, Memory, Use
@@ -93,7 +91,7 @@ class StandIn(Nobody):
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
         found = np.asarray(recvbuf)
         self._call("Allreduce", found.nbytes)
-        if not _in_place(sendbuf):
+        if sendbuf is not MPI.IN_PLACE:
             found[...] = sendbuf
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
@@ -168,23 +166,7 @@ def topology_of(recorder: Recorder, places: Places, me: int) -> Topology:
             groups[ranks] = group_of(recorder, places, me, degrees, watchdog, name)
         return groups[ranks]
 
-    return Topology(
-        mesh=places.mesh,
-        world=group("world", *DEGREES),
-        data=group("data", *DATA),
-        shard=group("shard", *SHARD),
-        replicate=group("replicate", "replicate"),
-        data_sequence=group("data and sequence", *DATA_SEQUENCE),
-        model_parallel=group("model parallel", *MODEL),
-        tensor=group("tensor", "tensor"),
-        sequence=group("sequence", "sequence"),
-        pipeline=group("pipeline", "pipeline"),
-        watchdog=watchdog,
-    )
-
-
-def _in_place(buffer: Any) -> bool:
-    return buffer is MPI.IN_PLACE or (isinstance(buffer, int) and buffer == MPI.IN_PLACE)
+    return Topology.of_groups(places.mesh, group("world", *DEGREES), watchdog, group)
 
 
 class RecordedGather(Gather):
@@ -318,9 +300,6 @@ def name_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-SHARDS, REPLICAS = "shards", "replicas"  # lanes
-
-
 # --- inside a node
 
 
@@ -423,41 +402,29 @@ class Lane(Background):
         """No thread was started."""
 
 
+def _labelled(operation: str, dtype: str = "") -> Any:
+    """The call of that name, of ``dtype`` or that of its tensor; what it calls in turn is known to be for it."""
+
+    def call(self: Labelled, given: Any, *args: Any, name: str, **others: Any) -> Any:
+        with self.recorder.labelled(operation, name, dtype or name_of(given)):
+            return getattr(super(Labelled, self), operation)(given, *args, name=name, **others)
+
+    return call
+
+
 class Labelled(Collectives):
     """Says of each call what it is for."""
+
+    lane = ""  # of what goes on beside the model
+    all_gather, reduce_scatter = _labelled("all_gather"), _labelled("reduce_scatter")
+    total, agree = _labelled("total", "digits"), _labelled("agree", "bits")
+    share = _labelled("share", "float64")
 
     def __init__(self, recorder: Recorder, *args: Any, **others: Any) -> None:
         self.recorder = recorder
         super().__init__(*args, **others)
-
-    @override
-    def all_gather(self, full: Tensor, *, name: str, again: bool = False) -> Pending:
-        with self.recorder.labelled("all_gather", name, name_of(full)):
-            return super().all_gather(full, name=name, again=again)
-
-    @override
-    def reduce_scatter(
-        self, full: Tensor, out: Tensor, *, scale: float, accumulate: bool = False, name: str
-    ) -> Pending:
-        with self.recorder.labelled("reduce_scatter", name, name_of(full)):
-            return super().reduce_scatter(full, out, scale=scale, accumulate=accumulate, name=name)
-
-    @override
-    def total(self, value: float, *, name: str) -> float:
-        with self.recorder.labelled("total", name, "digits"):
-            return super().total(value, name=name)
-
-    @override
-    def agree(self, flags: npt.NDArray[np.uint8], *, name: str) -> npt.NDArray[np.uint8]:
-        with self.recorder.labelled("agree", name, "bits"):
-            return super().agree(flags, name=name)
-
-    @override
-    def share(
-        self, values: npt.NDArray[np.float64], *, name: str, replicas: bool = False
-    ) -> npt.NDArray[np.float64]:
-        with self.recorder.labelled("share", name, "float64"):
-            return super().share(values, name=name, replicas=replicas)
+        if getattr(self, "_background", None) is not None:
+            self._background = Lane(recorder, self.lane)
 
 
 class RecordedFlat(Labelled, Flat):
@@ -467,10 +434,7 @@ class RecordedFlat(Labelled, Flat):
 class RecordedHierarchical(Labelled, Hierarchical):
     """Hierarchical over stand-ins."""
 
-    def __init__(self, recorder: Recorder, *args: Any, **others: Any) -> None:
-        super().__init__(recorder, *args, **others)
-        if self._background is not None:
-            self._background = Lane(recorder, SHARDS)
+    lane = "shards"
 
     @override
     def _level(
@@ -489,10 +453,7 @@ class RecordedHierarchical(Labelled, Hierarchical):
 class RecordedHybrid(Labelled, Hybrid):
     """Hybrid over stand-ins."""
 
-    def __init__(self, recorder: Recorder, *args: Any, **others: Any) -> None:
-        super().__init__(recorder, *args, **others)
-        if self._background is not None:
-            self._background = Lane(recorder, REPLICAS)
+    lane = "replicas"
 
 
 def transport_of(
@@ -526,12 +487,7 @@ def transport_of(
         wanted = group.num_nodes > 1 or not reach.accelerator.is_host
         inside = chosen if chosen in ("window", "ipc") else "messages"
         return RecordedHierarchical(
-            recorder,
-            ranks,
-            inside=inside,
-            overlap=overlap and wanted,
-            secondary=second,
-            **common,
+            recorder, ranks, inside=inside, overlap=overlap and wanted, secondary=second, **common
         )
 
     if replicas is None:
@@ -581,14 +537,7 @@ class RecordedStageMessages(StageMessages):
     The small message that tells a form goes with the first activation, and is not counted.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        group: Group,
-        *,
-        chunks: int,
-        form: Tensor,
-    ) -> None:
+    def __init__(self, recorder: Recorder, group: Group, *, chunks: int, form: Tensor) -> None:
         """``form``: what passes from stage to stage, of one micro-batch."""
         super().__init__(group, chunks=chunks)
         assert isinstance(group.comm, StandIn), "of this study"
@@ -610,7 +559,7 @@ class RecordedStageMessages(StageMessages):
     @override
     def send(self, message: Message, data: Tensor) -> None:
         self._known.add(message.boundary)
-        self._record_send(self._stage(message.piece), self._tag(message), data, _title(message))
+        self._record(Send, self._stage(message.piece), self._tag(message), data, _title(message))
 
     @override
     def progress(self) -> None:
@@ -632,7 +581,7 @@ class RecordedStageMessages(StageMessages):
         self.expect(message)
         self._expected.discard(message)
         peer, tag = self._stage(message.source), self._tag(message)
-        self._record_receive(peer, tag, self._form, _title(message))
+        self._record(Receive, peer, tag, self._form, _title(message))
         with self._recorder.paused():
             return torch.zeros_like(self._form)
 
@@ -640,19 +589,18 @@ class RecordedStageMessages(StageMessages):
     def swap(self, mine: Tensor, peer: int, *, name: str) -> Tensor:
         tag = 3
         self._recorder.record(Post(self._comm, peer, tag))
-        self._record_send(peer, tag, mine, name)
-        self._record_receive(peer, tag, mine, name)
+        self._record(Send, peer, tag, mine, name)
+        self._record(Receive, peer, tag, mine, name)
         return mine.clone()
 
-    def _record_send(self, peer: int, tag: int, data: Tensor, name: str) -> None:
+    def _record(
+        self, kind: type[Send | Receive], peer: int, tag: int, data: Tensor, name: str
+    ) -> None:
         nbytes = data.numel() * data.element_size()
-        self._recorder.record(Send(self._comm, peer, tag, nbytes, name_of(data), name))
-        self.stats.messages += 1
-        self.stats.sent_nbytes += nbytes
-
-    def _record_receive(self, peer: int, tag: int, data: Tensor, name: str) -> None:
-        nbytes = data.numel() * data.element_size()
-        self._recorder.record(Receive(self._comm, peer, tag, nbytes, name_of(data), name))
+        self._recorder.record(kind(self._comm, peer, tag, nbytes, name_of(data), name))
+        if kind is Send:
+            self.stats.messages += 1
+            self.stats.sent_nbytes += nbytes
 
 
 def _title(message: Message) -> str:

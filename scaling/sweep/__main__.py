@@ -9,7 +9,6 @@ The rows of all points are collected into one file, which ``python -m scaling.re
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from hpczero.options.values import Transport
 from scaling.evidence.harness import at_least, say
 from scaling.evidence.record import Recorder, circumstances, commit, cores, names_code
 from scaling.sweep import jobs
-from scaling.sweep.study import DEFAULT_STEPS, Grid, Point, parse_layout
+from scaling.sweep.study import DEFAULT_STEPS, PROGRAM, Grid, Point, parse_layout
 
 
 @dataclass(frozen=True)
@@ -135,25 +134,26 @@ def main() -> int:
     options = parse_command_line(
         Options,
         words,
-        prog="python -m scaling.sweep",
+        prog=PROGRAM,
         description="All points of a scaling study, each in a job of its own; done ones are skipped.",
         default=Options(kind=tyro.MISSING),
     )
     if for_sbatch and options.by != "sbatch":
         raise ConfigError(f"got {shlex.join(for_sbatch)} after --, which only --by sbatch takes")
     # Where the user is, which is not where a job starts.
-    folder = jobs.StudyFolder(Path(options.folder).expanduser().absolute(), options.kind)
+    path = Path(options.folder).expanduser().absolute()
     if options.collect:
-        return collect(folder)
+        return collect(jobs.StudyFolder(path, options.kind))
     points, now = options.points, commit()
     known = jobs.slurm_setting(for_sbatch) if options.by == "sbatch" else jobs.local_setting()
+    folder = jobs.StudyFolder(path, options.kind, now, known)
     any_commit = bool(options.any_commit)
     # Code without a name: what was measured with it may have been measured with other code.
     reusable = any_commit or names_code(now)
     left = [
         point
         for point in points
-        if not reusable or folder.finished(point, now, known, any_commit=any_commit)[0] is None
+        if not reusable or folder.finished(point, any_commit=any_commit)[0] is None
     ]
     asked = {  # the first row of the records
         "study": options.kind,
@@ -169,43 +169,23 @@ def main() -> int:
     folder.write_plan(asked, points)
     say("sweep", f"{len(points)} points, {len(points) - len(left)} done already, commit {now}")
     if options.by == "sbatch" and left:
-        submit(options, folder, left, Order(now, known), for_sbatch)
+        submit(options, folder, left, for_sbatch)
         return 0
-    failed = measure(options, folder, left, Order(now, known))
+    failed = measure(options, folder, left)
     code = collect(folder)
     return 1 if failed else code
 
 
-@dataclass(frozen=True)
-class Order:
-    """What all points of one call have in common, and a job is told."""
-
-    commit: str  # as the submitter sees it; a compute node may have no git
-    setting: jobs.Setting  # known beforehand
-
-    def key(self, point: Point) -> str:
-        """Of the files of ``point``."""
-        return point.key(self.commit, self.setting)
-
-    def arguments(self, point: Point, path: Path) -> list[str]:
-        """Of Python, for a job that measures ``point`` and writes its row to ``path``."""
-        order = {"key": self.key(point), "commit": self.commit, "setting": self.setting}
-        asked = json.dumps({**order, "point": point.as_json()})
-        return ["-m", "scaling.sweep.point", asked, str(path)]
-
-
-def measure(
-    options: Options, folder: jobs.StudyFolder, points: Sequence[Point], order: Order
-) -> int:
+def measure(options: Options, folder: jobs.StudyFolder, points: Sequence[Point]) -> int:
     """All ``points`` here, one after the other; returns how many failed. A failure does not keep the others."""
     failed = 0
-    folder.forget([order.key(point) for point in points])
+    for point in points:  # what is found later is what is measured now
+        folder.row(point).unlink(missing_ok=True)
     for number, point in enumerate(points, start=1):
         say("sweep", f"[{number}/{len(points)}] {point.describe()}")
-        arguments = order.arguments(point, folder.point(order.key(point)))
         sizes = {"ranks": point.ranks, "nodes": point.nodes, "threads": point.threads}
         try:
-            jobs.run_here(arguments, options.limit_s, **sizes)
+            jobs.run_here(folder.arguments(point), options.limit_s, **sizes)
         except HpcZeroError as error:
             failed += 1
             say("sweep", f"failed: {point.describe()}: {error}")
@@ -216,7 +196,6 @@ def submit(
     options: Options,
     folder: jobs.StudyFolder,
     points: Sequence[Point],
-    order: Order,
     for_sbatch: Sequence[str],
 ) -> None:
     """A job for each point that has none in the queue, and one after all of them that collects.
@@ -225,21 +204,20 @@ def submit(
         HpcZeroError: sbatch refused, or squeue could not say what is queued; what was submitted before is collected.
     """
     launcher = jobs.Slurm(for_sbatch, folder.path / "logs", in_turn=bool(options.in_turn))
-    known = folder.jobs([order.key(point) for point in points])
+    known = [jobs.read_job(folder.job(point)) for point in points]
     collector = jobs.read_job(folder.collector)
-    clusters = order.setting.get("clusters", "")
-    queued = launcher.queued([*known.values(), *filter(None, [collector])], clusters)
-    submitted = [number for number in known.values() if number in queued]
+    clusters = folder.setting.get("clusters", "")
+    queued = launcher.queued([*filter(None, [*known, collector])], clusters)
+    submitted = [number for number in known if number in queued]
     waiting, problem = len(submitted), None
-    for point in points:
-        key = order.key(point)
-        if known.get(key) in queued:
-            say("sweep", f"in the queue already: {point.describe()} ({known[key]})")
+    for point, number in zip(points, known, strict=True):
+        if number in queued:
+            say("sweep", f"in the queue already: {point.describe()} ({number})")
             continue
-        folder.forget([key])
+        folder.row(point).unlink(missing_ok=True)
         try:
             job = launcher.submit(
-                order.arguments(point, folder.point(key)),
+                folder.arguments(point),
                 nodes=point.nodes,
                 ranks_per_node=point.ranks_per_node,
                 after=submitted[-1:] if launcher.in_turn else (),
@@ -248,7 +226,7 @@ def submit(
         except HpcZeroError as error:
             problem = error
             break
-        jobs.write_job(folder.job(key), job)
+        jobs.write_job(folder.job(point), job)
         submitted.append(job)
         say("sweep", f"job {job}: {point.describe()}")
     if len(submitted) > waiting or (submitted and collector not in queued):
@@ -277,18 +255,15 @@ def collect(folder: jobs.StudyFolder) -> int:
     """
     plan = folder.read_plan()
     points = [Point.of_json(values) for values in plan["points"]]
-    order = Order(plan["asked_at"], plan.get("setting", {}))
     found, malformed, stale = [], 0, 0
     for point in points:
-        row, bad = folder.finished(
-            point, order.commit, order.setting, any_commit=plan["any_commit"]
-        )
+        row, bad = folder.finished(point, any_commit=plan["any_commit"])
         malformed += bad
         if row is not None:
             found.append(row)
         elif not bad:
-            stale += folder.point(order.key(point)).is_file()
-    left_out = f"malformed lines: {malformed}; points that ran with other code than {order.commit}: {stale}"
+            stale += folder.row(point).is_file()
+    left_out = f"malformed lines: {malformed}; points that ran with other code than {folder.commit}: {stale}"
     if not found:
         raise ConfigError(
             f"{folder.path}: none of the {len(points)} points of the {plan['study']} scaling study is finished "

@@ -22,7 +22,6 @@ from statistics import median
 import numpy as np
 
 from hpczero.predict.machine import MeasuredKernels
-from scaling.evidence.host import BUSY_SHARE
 from scaling.evidence.record import Row, of_kind
 from scaling.evidence.spread import CONFIDENCE, Spread, interval_rank
 from scaling.predict.host import predict_on_host, transport_of
@@ -139,28 +138,17 @@ class Measured:
         model knows no such transport, or ranks share more than shards.
         """
         point, found = self.point, []
+        of = {"ranks": point.ranks, "stage": point.stage, "micro_batch": point.micro_batch}
+        of["accumulation"] = point.batch // point.micro_batch
+        known = point.layout == PLAIN and point.nodes == 1 and point.precision == "fp32"
         for row in self.rows:
             transport = transport_of(row["transport"])
-            if (
-                point.layout != PLAIN
-                or point.nodes > 1
-                or point.precision != "fp32"
-                or not row["probe"]
-                or not transport
-            ):
+            if not (known and row["probe"] and transport):
                 return None
-            found.append(
-                predict_on_host(
-                    point.config,
-                    MeasuredKernels.of_ranks(row["probe"]),
-                    ranks=point.ranks,
-                    stage=point.stage,
-                    micro_batch=point.micro_batch,
-                    accumulation=point.batch // point.micro_batch,
-                    transport=transport,
-                )
-            )
-        return median(prediction.step_s for prediction in found) * 1e3
+            measured = MeasuredKernels.of_ranks(row["probe"])
+            step = predict_on_host(point.config, measured, transport=transport, **of)
+            found.append(step.step_s)
+        return median(found) * 1e3
 
     @property
     def planned_nbytes(self) -> int:
@@ -263,28 +251,3 @@ def differing(rows: Sequence[Row]) -> dict[str, list[str]]:
     names = dict.fromkeys(name for one in found for name in one)
     values = {name: sorted({one.get(name) or "not set" for one in found}) for name in names}
     return {name: several for name, several in values.items() if len(several) > 1}
-
-
-def commits(rows: list[Row]) -> str:
-    """Of the points, each once."""
-    return ", ".join(sorted({row["commit"] for row in of_kind(rows, "point")}))
-
-
-def busy(rows: list[Row]) -> bool:
-    """Whether other programs took so much of the processors that times say little."""
-    return median(row["foreign_share"] for row in of_kind(rows, "point")) > BUSY_SHARE
-
-
-def parity_groups(rows: list[Row]) -> dict[str, list[Row]]:
-    """Points that must have the same losses: same model, same samples in every step."""
-    groups: dict[str, list[Row]] = {}
-    for row in of_kind(rows, "point"):
-        point = Point.of_json(row["point"])
-        name = f"{point.model}, global batch {point.global_batch}, {point.precision}"
-        groups.setdefault(name, []).append(row)
-    return groups
-
-
-def loss_difference(row: Row, reference: Row) -> list[float]:
-    """Absolute difference of the losses of each step that both have."""
-    return [abs(a - b) for a, b in zip(row["losses"], reference["losses"], strict=False)]

@@ -30,16 +30,9 @@ from scaling.sweep.study import Point
 Setting = dict[str, str]
 
 # Options of sbatch that choose nodes or what a rank gets of them; a job's time, name or account change no result.
-NODE_OPTIONS: tuple[tuple[str, ...], ...] = (
-    ("--partition", "-p"),
-    ("--constraint", "-C"),
-    ("--nodelist", "-w"),
-    ("--clusters", "-M"),
-    ("--gres",),
-    ("--gpus", "-G"),
-    ("--gpus-per-node",),
-    ("--gpus-per-task",),
-    ("--cpus-per-task", "-c"),
+NODE_OPTIONS = (
+    "--partition -p, --constraint -C, --nodelist -w, --clusters -M, --gres, --gpus -G, "
+    "--gpus-per-node, --gpus-per-task, --cpus-per-task -c"
 )
 # Of ours, those that change how long something may take, not how long it takes.
 INDIFFERENT = ("HPCZERO_TIMEOUT", "HPCZERO_SERIES")
@@ -62,7 +55,7 @@ def slurm_setting(options: Sequence[str], environment: Mapping[str, str] | None 
     """
     variables = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for names in NODE_OPTIONS:
+    for names in map(str.split, NODE_OPTIONS.split(",")):
         variable = f"SBATCH_{names[0].strip('-').upper().replace('-', '_')}"
         parser.add_argument(*names, default=variables.get(variable))
     try:
@@ -97,10 +90,7 @@ def run_here(
     Raises:
         HpcZeroError: it failed, or took too long; with the last lines it said.
     """
-    path = [
-        str(record.ROOT),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]  # this code from any folder
+    path = filter(None, [str(record.ROOT), os.environ.get("PYTHONPATH")])  # from any folder
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -217,21 +207,34 @@ NEEDS = ("point", "samples_ms", "commit")  # of a row that can be collected
 
 
 class StudyFolder:
-    """The files of one study."""
+    """The files of one study, and what all points of one call have in common.
 
-    def __init__(self, path: Path, kind: str) -> None:
-        self.path = path
+    Attributes:
+        commit: as the submitter sees it; a compute node may have no git.
+        setting: known beforehand.
+    """
+
+    def __init__(
+        self, path: Path, kind: str, commit: str = "", setting: Setting | None = None
+    ) -> None:
+        self.path, self.commit, self.setting = path, commit, setting or {}
         self.plan = path / f"sweep-{kind}.plan"
         self.rows = path / f"sweep-{kind}.jsonl"
         self.collector = path / f"sweep-{kind}.collector"
 
-    def point(self, key: str) -> Path:
+    def row(self, point: Point) -> Path:
         """Where the row of a point is."""
-        return self.path / "points" / f"{key}.json"
+        return self.path / "points" / f"{point.key(self.commit, self.setting)}.json"
 
-    def job(self, key: str) -> Path:
+    def job(self, point: Point) -> Path:
         """Where the number of a point's job is."""
-        return self.point(key).with_suffix(".job")
+        return self.row(point).with_suffix(".job")
+
+    def arguments(self, point: Point) -> list[str]:
+        """Of Python, for a job that measures ``point``."""
+        order = {"commit": self.commit, "setting": self.setting, "point": point.as_json()}
+        asked = json.dumps({"key": point.key(self.commit, self.setting), **order})
+        return ["-m", "scaling.sweep.point", asked, str(self.row(point))]
 
     def write_plan(self, head: record.Row, points: Sequence[Point]) -> None:
         """Remember what was asked for, for whoever collects."""
@@ -240,25 +243,28 @@ class StudyFolder:
         self.plan.write_text(text + "\n", encoding="utf-8")
 
     def read_plan(self) -> record.Row:
-        """What was asked for last. Raises ConfigError: nothing was, or the file is damaged."""
+        """What was asked for last, of whose commit and setting this is from now on.
+
+        Raises:
+            ConfigError: nothing was, or the file is damaged.
+        """
         try:
             head: record.Row = json.loads(self.plan.read_text(encoding="utf-8"))
-            return head
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.plan}: cannot be read ({error}); run the sweep without --collect first"
             ) from error
+        self.commit, self.setting = head["asked_at"], head.get("setting", {})
+        return head
 
-    def finished(
-        self, point: Point, now: str, setting: Setting, *, any_commit: bool
-    ) -> tuple[record.Row | None, int]:
+    def finished(self, point: Point, *, any_commit: bool) -> tuple[record.Row | None, int]:
         """The newest row of ``point`` if it is done, and the number of lines that could not be read.
 
         A row of another setting never counts; one of another commit only with ``any_commit``.
         """
         malformed = 0
         found: list[record.Row] = []
-        paths = {self.point(point.key(now, setting)): None}
+        paths = {self.row(point): None}
         if any_commit:
             paths |= dict.fromkeys(sorted((self.path / "points").glob("*.json")))
         for path in paths:
@@ -270,21 +276,11 @@ class StudyFolder:
                 row
                 for row in rows
                 if row["point"] == point.as_json()
-                and (any_commit or row["commit"] == now)
-                and row.get("setting", {}) == setting
+                and (any_commit or row["commit"] == self.commit)
+                and row.get("setting", {}) == self.setting
             ]
-        # Dates are ISO 8601 in UTC, so text is in their order; of equal ones the first, which is that of ``now``.
+        # Dates are ISO 8601 in UTC, so text is in their order; of equal ones the first, which is that of this commit.
         return max(found, key=lambda row: str(row.get("date", "")), default=None), malformed
-
-    def forget(self, keys: Sequence[str]) -> None:
-        """Remove the rows of points that are measured anew: what is found later is what is measured now."""
-        for key in keys:
-            self.point(key).unlink(missing_ok=True)
-
-    def jobs(self, keys: Sequence[str]) -> dict[str, str]:
-        """Numbers of the jobs that were submitted for these points, by key, whatever became of them."""
-        found = {key: read_job(self.job(key)) for key in keys}
-        return {key: number for key, number in found.items() if number}
 
 
 def read_job(path: Path) -> str:

@@ -11,17 +11,8 @@ from scaling.evidence.harness import Report
 from scaling.evidence.plot import Bar, Line, bars_figure, lines_figure
 from scaling.evidence.record import Row, head_of, of_kind
 from scaling.evidence.spread import Spread
-from scaling.sweep.curves import (
-    Curve,
-    Measured,
-    busy,
-    commits,
-    computes_on,
-    curves,
-    loss_difference,
-    parity_groups,
-)
-from scaling.sweep.report import MIB, bars_are_intervals, text
+from scaling.sweep import report
+from scaling.sweep.curves import Curve, Measured, computes_on, curves
 from scaling.sweep.study import ALL_PARTS, Point
 
 if TYPE_CHECKING:  # see scaling.evidence.plot
@@ -61,7 +52,8 @@ def scaling_figure(rows: list[Row]) -> Figure:
             for lines, points in ((ups, known), (efficiencies, ideal)):
                 lines.append(Line(f"{curve.name}, predicted", points, ":", of=name))
     over = f"{bases[0]} rank(s)" if len(bases) == 1 else "the N0 ranks of each curve"
-    said = "95 % intervals" if bars_are_intervals(rows) else "ranges, where too few jobs for 95 %"
+    sure = report.bars_are_intervals(rows)
+    said = "95 % intervals" if sure else "ranges, where too few jobs for 95 %"
     return lines_figure(
         {"speed-up": ups, "efficiency": efficiencies},
         title=_title(rows),
@@ -93,9 +85,9 @@ def memory_figure(rows: list[Row]) -> Figure:
     """Memory of a rank: what the plan's formula says, what the ledger counted, what the kernel says."""
     bars = []
     for name, m in _points(rows):
-        bars.append(Bar(f"{name}: formula", m.planned_nbytes / MIB))
-        bars.append(Bar(f"{name}: ledger", m.worst("ledger_nbytes") / MIB))
-        bars.append(Bar(f"{name}: PSS", m.pss_nbytes / MIB))
+        bars.append(Bar(f"{name}: formula", m.planned_nbytes / report.MIB))
+        bars.append(Bar(f"{name}: ledger", m.worst("ledger_nbytes") / report.MIB))
+        bars.append(Bar(f"{name}: PSS", m.pss_nbytes / report.MIB))
     axis = (
         "MiB of the largest rank. Formula: Plan.memory, activations excluded. Ledger: buffers and optimizer state\n"
         "held at most. PSS: over that before the model, activations and libraries too"
@@ -115,13 +107,13 @@ def _points(rows: list[Row]) -> list[tuple[str, Measured]]:
 def losses_figure(rows: list[Row]) -> Figure:
     """Losses of all points, and how far those on the same samples are apart."""
     losses, apart = [], []
-    for members in parity_groups(rows).values():
+    for members in report.parity_groups(rows).values():
         for row in members:
             point = Point.of_json(row["point"])
             name = f"{point.model}, stage {point.stage}, {point.ranks} rank(s), global batch {point.global_batch}"
             losses.append(Line(name, dict(enumerate(row["losses"], 1))))
             if row is not members[0]:
-                found = [max(x, 1e-9) for x in loss_difference(row, members[0])]
+                found = [max(x, 1e-9) for x in report.loss_difference(row, members[0])]
                 apart.append(Line(name, dict(enumerate(found, 1))))
     panels = {
         "all points": losses,
@@ -149,7 +141,7 @@ FIGURES: dict[str, Callable[[list[Row]], Figure]] = {
 def _title(rows: list[Row]) -> str:
     head, points = head_of(rows), list(of_kind(rows, "point"))
     devices = " | ".join(sorted({computes_on(row) for row in points}))
-    where = f"{devices}, commit {commits(rows)}, {max(row['date'] for row in points)[:10]}"
+    where = f"{devices}, commit {report.commits(rows)}, {max(row['date'] for row in points)[:10]}"
     title = f"{head['study']} scaling: {where}"
     if any(row["emulated"] for row in points):
         title = f"EMULATED nodes on one machine, NOT scaling ({head['study']} set-up): {where}"
@@ -157,7 +149,7 @@ def _title(rows: list[Row]) -> str:
         title = f"MORE RANKS THAN CORES, NOT scaling ({head['study']} set-up): {where}"
     if mixed := {name for curve in curves(rows) for name in curve.mixed}:
         title += f"\nCurves MIX points of different {', '.join(sorted(mixed))}: NOT comparable"
-    return f"BUSY MACHINE, times are no result. {title}" if busy(rows) else title
+    return f"BUSY MACHINE, times are no result. {title}" if report.busy(rows) else title
 
 
 # Of a point, what text and figures read.
@@ -179,4 +171,4 @@ def is_point(row: Row) -> bool:
         return False
 
 
-REPORT = Report("Weak and strong scaling", text, draw)
+REPORT = Report("Weak and strong scaling", report.text, draw)

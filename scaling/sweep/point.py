@@ -168,11 +168,7 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
             for values in zip(*(rank["losses"] for rank in ranks), strict=True)
         ],
         **{name: [rank[name] for rank in ranks] for name in MEMORY},
-        "planned": {
-            **dataclasses.asdict(planned),
-            "total": planned.total,
-            "sent": traffic.nbytes,
-        },
+        "planned": {**dataclasses.asdict(planned), "total": planned.total, "sent": traffic.nbytes},
         "foreign_share": foreign_share([rank["share"] for rank in ranks]),
         "probe": [rank["probe"] for rank in ranks if rank["probe"] is not None],
     }

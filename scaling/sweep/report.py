@@ -10,20 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from scaling.evidence.host import BUSY_SHARE
 from scaling.evidence.record import Row, head_of, of_kind
 from scaling.evidence.spread import CONFIDENCE, Spread, table_of, with_spread
-from scaling.sweep.curves import (
-    RESAMPLES,
-    Curve,
-    Measured,
-    busy,
-    commits,
-    computes_on,
-    curves,
-    loss_difference,
-    parity_groups,
-    ratio_of_jobs,
-)
+from scaling.sweep.curves import RESAMPLES, Curve, Measured, computes_on, curves, ratio_of_jobs
 from scaling.sweep.study import ALL_PARTS, DEFAULT_STEPS, PARTS, Point
 
 MIB = 2**20
@@ -78,6 +68,31 @@ def label(rows: list[Row]) -> str:
     if any(curve.mixed for curve in curves(rows)):
         said += f"**{MIXED}: their points are not comparable.** "
     return said
+
+
+def commits(rows: list[Row]) -> str:
+    """Of the points, each once."""
+    return ", ".join(sorted({row["commit"] for row in of_kind(rows, "point")}))
+
+
+def busy(rows: list[Row]) -> bool:
+    """Whether other programs took so much of the processors that times say little."""
+    return median(row["foreign_share"] for row in of_kind(rows, "point")) > BUSY_SHARE
+
+
+def parity_groups(rows: list[Row]) -> dict[str, list[Row]]:
+    """Points that must have the same losses: same model, same samples in every step."""
+    groups: dict[str, list[Row]] = {}
+    for row in of_kind(rows, "point"):
+        point = Point.of_json(row["point"])
+        name = f"{point.model}, global batch {point.global_batch}, {point.precision}"
+        groups.setdefault(name, []).append(row)
+    return groups
+
+
+def loss_difference(row: Row, reference: Row) -> list[float]:
+    """Absolute difference of the losses of each step that both have."""
+    return [abs(a - b) for a, b in zip(row["losses"], reference["losses"], strict=False)]
 
 
 def conditions(rows: list[Row]) -> list[str]:
@@ -253,10 +268,7 @@ def _numbers(curve: Curve, m: Measured) -> dict[str, object]:
 
     return {
         "curve": curve.name,
-        "model": point.model,
-        "stage": point.stage,
-        "ranks": point.ranks,
-        "nodes": point.nodes,
+        **{name: getattr(point, name) for name in ("model", "stage", "ranks", "nodes")},
         "batch_per_rank": point.batch,
         "global_batch": point.global_batch,
         "jobs": len(m.rows),

@@ -14,11 +14,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig
-from hpczero.options.config import LayoutOptions, Schedule
+from hpczero.options.config import LayoutOptions
+from hpczero.options.reading import parse_command_line
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from scaling.contenders.workload import SEED, find_model
 
@@ -31,6 +32,7 @@ DEFINITIONS = {
     "per rank over those at N0.",
     "layouts": "Layouts: fixed model, global batch and number of ranks; each layout over the first one, T / T(first).",
 }
+PROGRAM = "python -m scaling.sweep"
 PLAIN = LayoutOptions()
 PARTS = ("compute", "communication", "optimizer", "data", "other")  # of a step
 ALL_PARTS = (*PARTS, "checkpoint")
@@ -236,17 +238,16 @@ class Grid:
     def _micro_batch(self, batch: int, layout: LayoutOptions) -> int:
         if layout.pipeline > 1 and self.micro_batch is None:
             most = max(batch // (FILLED * layout.pipeline), 1)
-            return max(size for size in range(1, most + 1) if batch % size == 0)
-        if self.batches is None:
+        elif self.batches is None:
             # A batch that nobody chose need not fit into memory at once, and divides as it happens to.
             most = min(self.micro_batch or DEFAULT_MICRO_BATCH, batch)
-            return max(size for size in range(1, most + 1) if batch % size == 0)
-        most = min(self.micro_batch or batch, batch)
-        if batch % most:
-            raise ConfigError(
-                f"--micro_batch: got {most}, which does not divide the {batch} sequences of a rank"
-            )
-        return most
+        else:
+            most = min(self.micro_batch or batch, batch)
+            if batch % most:
+                raise ConfigError(
+                    f"--micro_batch: got {most}, which does not divide the {batch} sequences of a rank"
+                )
+        return max(size for size in range(1, most + 1) if batch % size == 0)
 
 
 def data_ranks(layout: LayoutOptions, ranks: int) -> int:
@@ -271,29 +272,15 @@ def parse_layout(text: str) -> LayoutOptions:
     Raises:
         ConfigError: no such option, or a value that it cannot be.
     """
-    known = {each.name: each for each in dataclasses.fields(LayoutOptions)}
-    values: dict[str, Any] = {}
-    for word in filter(None, text.split(",") if text != "plain" else ()):
-        name, _, value = word.partition("=")
-        if name not in known:
-            raise ConfigError(
-                f"--layouts: got {word!r} in {text!r}, expected name=value with a name of {', '.join(known)}, or plain"
-            )
-        default = known[name].default
-        if isinstance(default, bool):
-            if value not in ("true", "false"):
-                raise ConfigError(f"--layouts: got {word!r}, expected {name}=true or {name}=false")
-            values[name] = value == "true"
-        elif isinstance(default, int):
-            if not value.isdecimal():
-                raise ConfigError(f"--layouts: got {word!r}, expected {name}= and a number")
-            values[name] = int(value)
-        elif name == "schedule" and value not in get_args(Schedule):
-            names = ", ".join(get_args(Schedule))
-            raise ConfigError(f"--layouts: got {word!r}, expected {name}= and one of {names}")
-        else:
-            values[name] = value
-    return LayoutOptions(**values)
+    words = [] if text == "plain" else text.split(",")
+    given = [part for word in words for part in f"--{word}".partition("=")[::2]]
+    try:
+        return parse_command_line(LayoutOptions, given, prog=PROGRAM, description="")
+    except ConfigError as error:
+        names = ", ".join(each.name for each in dataclasses.fields(LayoutOptions))
+        raise ConfigError(
+            f"--layouts: got {text!r}, expected plain, or name=value with a name of {names}: {error}"
+        ) from error
 
 
 def nodes_of(ranks: int, ranks_per_node: int | None) -> int:

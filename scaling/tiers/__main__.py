@@ -21,7 +21,7 @@ from scaling.contenders.workload import WORKLOADS, scratch
 from scaling.evidence import harness
 from scaling.evidence.plot import Bar, Panels, as_bars
 from scaling.evidence.record import Row, head_of, run_row
-from scaling.evidence.spread import Spread, by_round, paired_ratios, table, with_spread
+from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
@@ -29,13 +29,10 @@ if TYPE_CHECKING:
 
 CONTEXT = 64
 MOST_SEQUENCES = 256
-TIMES = (
-    "pass from disk",
-    "pass in memory",
-    "disk of a pass",
-    "step from disk",
-    "step in memory",
-    "disk of a step",
+TIMES = tuple(
+    name
+    for kind in ("pass", "step")
+    for name in (f"{kind} from disk", f"{kind} in memory", f"disk of a {kind}")
 )
 
 
@@ -68,8 +65,7 @@ class Options(harness.Common):
 
 def main() -> int:
     """Measure, write the rows, print the table, draw the plot. Collective over MPI's world."""
-    said = "Training from a disk beside the disk alone and fio, in one run; start it under mpirun or srun."
-    return harness.on_ranks(harness.options_of(Options, "tiers", said), _name, measure, REPORT)
+    return harness.on_ranks(Options, "tiers", _name, measure, REPORT)
 
 
 def _name(topology: Topology, options: Options) -> str:
@@ -208,20 +204,19 @@ def text(rows: list[Row]) -> str:
 def ratios(rows: list[Row]) -> dict[str, Spread]:
     """What the tier is judged by."""
     took, waited, rates = _figures(rows)
-    found = {}
+    found: dict[str, Spread | None] = {}
     for kind in ("step", "pass"):
         alone, memory = took[f"disk of a {kind}"], took[f"{kind} in memory"]
         bound = {number: max(alone[number], memory[number]) for number in alone}
         name = f"{kind} from disk / the longer of disk alone and memory"
-        found[name] = paired_ratios(took[f"{kind} from disk"], bound)
-    found["waits of a pass / its disk alone"] = paired_ratios(
-        waited["pass from disk"], took["disk of a pass"]
-    )
+        found[name] = paired(took[f"{kind} from disk"], bound)
+    waits = paired(waited["pass from disk"], took["disk of a pass"])
+    found["waits of a pass / its disk alone"] = waits
     for way in ("reads", "writes"):
         if f"fio {way}" in rates:
             name = f"engine {way} / fio {way}"
-            found[name] = paired_ratios(rates[f"engine {way}"], rates[f"fio {way}"])
-    return {name: Spread.of(values) for name, values in found.items()}
+            found[name] = paired(rates[f"engine {way}"], rates[f"fio {way}"])
+    return {name: spread for name, spread in found.items() if spread is not None}
 
 
 @as_bars

@@ -216,20 +216,12 @@ class Fio:
         self.rate = self._topology.gather(rate)[0]
 
     def _rate(self, way: str) -> float:
-        command = [
-            "fio",
-            "--name=hpczero-tiers",
-            f"--directory={self._folder}",
-            f"--rw={way}",
-            f"--bs={CALL_NBYTES}",
-            f"--iodepth={IN_FLIGHT}",
-            "--ioengine=io_uring",
-            "--direct=1",
-            f"--size={self._nbytes}",
-            f"--numjobs={self._topology.size}",
-            "--group_reporting",
-            "--output-format=json",
-        ]
+        options = (
+            f"--name=hpczero-tiers --rw={way} --bs={CALL_NBYTES} --iodepth={IN_FLIGHT} "
+            f"--ioengine=io_uring --direct=1 --size={self._nbytes} "
+            f"--numjobs={self._topology.size} --group_reporting --output-format=json"
+        )
+        command = ["fio", f"--directory={self._folder}", *options.split()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         for file in self._folder.glob("hpczero-tiers.*"):
             if way == "read":

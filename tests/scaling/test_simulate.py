@@ -19,7 +19,6 @@ from scaling.contenders.training import PLAIN as PLAIN_LAYOUT
 from scaling.layouts.cases import spread_of
 from scaling.simulate.engine import Recorded, Subject, record
 from scaling.simulate.programs import (
-    COMPUTE,
     MAIN,
     Await,
     Call,
@@ -33,7 +32,7 @@ from scaling.simulate.programs import (
     expanded,
 )
 from scaling.simulate.recorder import Recorder
-from scaling.simulate.replay import Network, replay
+from scaling.simulate.replay import COMPUTE, Network, replay
 from tests.helpers.cases import EVERYTHING
 
 MODEL = GPTConfig(vocab_size=60, context=8, layers=4, hidden=48, heads=6)

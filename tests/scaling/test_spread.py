@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from scaling.evidence.spread import CONFIDENCE, Spread, interval_rank, paired_ratios
+from scaling.evidence.spread import CONFIDENCE, Spread, interval_rank, paired
 from scaling.sweep.curves import ratio_of_jobs, spread_of_jobs
 
 CALM = [100.0 + 0.01 * step for step in range(100)]
@@ -54,7 +54,9 @@ def test_no_values_are_refused() -> None:
 def test_ratios_are_formed_within_rounds_both_were_in() -> None:
     mine = {("a", 0): 2.0, ("a", 1): 4.0, ("b", 0): 9.0}
     theirs = {("a", 1): 8.0, ("a", 0): 4.0, ("c", 0): 1.0}
-    assert paired_ratios(mine, theirs) == [0.5, 0.5]
+    found = paired(mine, theirs)
+    assert found is not None
+    assert (found.low, found.high, found.count) == (0.5, 0.5, 2)
 
 
 # --- jobs

@@ -14,7 +14,7 @@ from scaling.evidence.record import parse_rows, read_rows
 from scaling.sweep import report
 from scaling.sweep.__main__ import collect
 from scaling.sweep.jobs import StudyFolder
-from scaling.sweep.study import Grid
+from scaling.sweep.study import Grid, Point
 from tests.helpers.mpirun import Finished, run_command
 from tests.helpers.short_probe import write_launcher
 
@@ -35,7 +35,7 @@ def planned(
     folder: Path, *, done: Sequence[int] = (), commit: str = "abc", **changes: object
 ) -> StudyFolder:
     """A study whose points ``done`` are finished."""
-    study = StudyFolder(folder, "strong")
+    study = StudyFolder(folder, "strong", "abc")
     head = {
         "study": "strong",
         "grow": False,
@@ -49,7 +49,7 @@ def planned(
     study.path.mkdir(exist_ok=True)
     study.plan.write_text(json.dumps(head))
     for number in done:
-        path = study.point(POINTS[number].key("abc"))
+        path = study.row(POINTS[number])
         path.parent.mkdir(exist_ok=True)
         row = {"kind": "point", "point": POINTS[number].as_json(), "samples_ms": {}}
         path.write_text(json.dumps({**row, "commit": commit, **changes}) + "\n")
@@ -112,8 +112,8 @@ def test_nodes_that_are_one_machine_are_called_emulated(
 
 def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     study = planned(tmp_path, done=(0, 1, 2))
-    study.point(POINTS[1].key("abc")).write_text('{"kind": "point", "poi\n')  # killed while writing
-    study.point(POINTS[2].key("abc")).write_text('[1]\n{"kind": "point"}\n')
+    study.row(POINTS[1]).write_text('{"kind": "point", "poi\n')  # killed while writing
+    study.row(POINTS[2]).write_text('[1]\n{"kind": "point"}\n')
     assert collect(study) == 0
     rows = read_rows(study.rows)
     assert [row["kind"] for row in rows] == ["run", "point"]
@@ -130,9 +130,9 @@ def test_a_study_without_a_finished_point_says_so(tmp_path: Path) -> None:
 
 def test_points_of_another_commit_do_not_count_unless_asked(tmp_path: Path) -> None:
     study = planned(tmp_path, done=(0,), commit="abd")
-    assert study.finished(POINTS[0], "abc", {}, any_commit=False)[0] is None
-    assert study.finished(POINTS[0], "abc", {}, any_commit=True)[0] is not None
-    assert study.finished(POINTS[1], "abc", {}, any_commit=True)[0] is None
+    assert study.finished(POINTS[0], any_commit=False)[0] is None
+    assert study.finished(POINTS[0], any_commit=True)[0] is not None
+    assert study.finished(POINTS[1], any_commit=True)[0] is None
     with pytest.raises(ConfigError, match="points that ran with other code than abc: 1"):
         collect(study)
 
@@ -200,22 +200,23 @@ def test_of_several_commits_the_newest_row_counts(tmp_path: Path) -> None:
         path = tmp_path / "points" / f"{name}.json"
         date = f"2026-01-0{day}T00:00:00+00:00"
         path.write_text(json.dumps({**row, "commit": commit, "date": date}) + "\n")
-    found, _ = study.finished(POINTS[0], "abc", {}, any_commit=True)
+    found, _ = study.finished(POINTS[0], any_commit=True)
     assert found is not None
     assert found["commit"] == "new"
 
 
 def test_points_of_another_machine_do_not_count_even_if_any_commit_does(tmp_path: Path) -> None:
-    study = planned(tmp_path, done=(0,), setting={"machine": "there"})
-    for any_commit in (False, True):
-        here = study.finished(POINTS[0], "abc", {"machine": "here"}, any_commit=any_commit)
-        assert here == (None, 0)
-    assert study.finished(POINTS[0], "abc", {"machine": "there"}, any_commit=True)[0] is not None
-    elsewhere = planned(tmp_path, done=(1,), setting={"partition": "a100"})
-    for partition, counts in (("a100", True), ("h100", False)):
-        setting = {"partition": partition}
-        row, _ = elsewhere.finished(POINTS[1], "abc", setting, any_commit=True)
-        assert (row is not None) is counts
+    def found(point: Point, any_commit: bool = True, **setting: str) -> bool:
+        study = StudyFolder(tmp_path, "strong", "abc", setting)
+        return study.finished(point, any_commit=any_commit)[0] is not None
+
+    planned(tmp_path, done=(0,), setting={"machine": "there"})
+    assert not found(POINTS[0], machine="here")
+    assert not found(POINTS[0], any_commit=False, machine="here")
+    assert found(POINTS[0], machine="there")
+    planned(tmp_path, done=(1,), setting={"partition": "a100"})
+    assert found(POINTS[1], partition="a100")
+    assert not found(POINTS[1], partition="h100")
 
 
 @pytest.mark.tool
