@@ -8,7 +8,7 @@ exception: it may be released at once and taken again later, because the transpo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -28,7 +28,7 @@ from hpczero.comm.algorithms import (
     LibraryGather,
 )
 from hpczero.comm.calls import Calls, CommStats, Work
-from hpczero.comm.codes import CodedGradient
+from hpczero.comm.codes import Coded
 from hpczero.comm.devices import HostReach, Reach
 from hpczero.errors import CommError
 from hpczero.job.group import Group, digits_of, values_of
@@ -61,12 +61,12 @@ class SecondaryCopy:
         """Whether the part of unit ``name`` is of its values of today."""
         return name in self._valid
 
-    def part(self, name: str, like: Tensor) -> Tensor:
-        """The part of unit ``name``; made where there is none, with the size and dtype of ``like``."""
+    def part(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """The part of unit ``name``; made where there is none, with ``numel`` elements."""
         if name not in self._parts:
             self._parts[name] = Buffer(
-                like.numel(),
-                like.dtype,
+                numel,
+                dtype,
                 memory=self._memory,
                 category="secondary",
                 device=self._device,
@@ -95,6 +95,9 @@ class SecondaryCopy:
 
 # MPI moves bytes; which dtypes may be summed is decided by our own kernels, not by the MPI library.
 MOVABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+CodedShard = tuple[Coded, Callable[[Tensor], None]]  # and what reads this rank's shard
 
 
 class Collectives(ABC):
@@ -188,7 +191,15 @@ class Collectives(ABC):
         """Say that all buffers with a use have been asked for. Collective over the group."""
         return
 
-    def all_gather(self, full: Tensor, *, name: str, again: bool = False) -> Work:
+    def all_gather(
+        self,
+        full: Tensor,
+        *,
+        name: str,
+        again: bool = False,
+        read: Callable[[Tensor], None] | None = None,
+        codes: Coded | None = None,
+    ) -> Work:
         """Fill ``full`` from every rank's shard, in place. Collective over the group.
 
         Args:
@@ -196,23 +207,33 @@ class Collectives(ABC):
             name: name of the unit, for messages.
             again: the same values may be gathered once more, until ``secondary.forget(name)``. Where there is a
                 secondary copy, it then serves the next gather, which counts as ``regather``.
+            read: puts this rank's shard into (shard_numel,) in the dtype of ``full``; None: it is in its slice.
+            codes: between nodes shards travel as these, and every rank, their owner too, gets what they say; needs
+                ``read``, which may be called later then. None: the bits of the shards.
 
         Raises:
             CommError: the buffer cannot be sent, or ranks are about to make different calls.
         """
         shard = self._check(full, name)
-        sent = self._sent_nbytes(full, shard, Use.GATHER)
+        if self.group.num_nodes == 1:
+            codes = None
+        sent = self._sent_nbytes(full, shard, Use.GATHER, None if codes is None else codes.coding)
         copy = self.secondary if again else None
         operation = "all_gather"
         if copy is not None and copy.has(name):
-            between = (self.group.num_nodes - 1) * shard * full.element_size()
-            operation, sent = "regather", sent - between
+            nbytes = shard * full.element_size() if codes is None else 4 * codes.words
+            operation, sent = "regather", sent - (self.group.num_nodes - 1) * nbytes
         with self.calls.issue(operation, name, sent, key=full.numel() * full.element_size()):
             if not full.numel():
                 return Work(name)
+            coded = None
+            if codes is not None and read is not None:
+                coded = codes, read
+            elif read is not None:
+                read(full[self.group.index * shard :][:shard])
             if copy is not None:
-                return self._all_gather_again(full, shard, name, copy)
-            return self._all_gather(full, shard, name)
+                return self._all_gather_again(full, shard, name, copy, coded)
+            return self._all_gather(full, shard, name, coded)
 
     def reduce_scatter(
         self,
@@ -222,7 +243,7 @@ class Collectives(ABC):
         scale: float,
         accumulate: bool = False,
         name: str,
-        codes: CodedGradient | None = None,
+        codes: Coded | None = None,
     ) -> Work:
         """Set ``out (+)= scale *`` this rank's shard of the fp32 sum of every rank's ``full``.
 
@@ -247,8 +268,7 @@ class Collectives(ABC):
             )
         if self.group.num_nodes == 1:
             codes = None
-        coding = codes.coding if codes is not None else None
-        sent = self._sent_nbytes(full, shard, Use.REDUCE, coding)
+        sent = self._sent_nbytes(full, shard, Use.REDUCE, None if codes is None else codes.coding)
         with self.calls.issue("reduce_scatter", name, sent, key=full.numel() * full.element_size()):
             in_place = self.alone and full.data_ptr() == out.data_ptr()
             if in_place and scale != 1.0:
@@ -334,13 +354,20 @@ class Collectives(ABC):
         return self.calls.timed(None)
 
     def _all_gather_again(
-        self, full: Tensor, shard_numel: int, name: str, copy: SecondaryCopy
+        self,
+        full: Tensor,
+        shard_numel: int,
+        name: str,
+        copy: SecondaryCopy,
+        coded: CodedShard | None,
     ) -> Work:
         """``_all_gather`` from ``copy`` if that has the unit, else with what is needed to keep it there."""
         raise NotImplementedError("of transports with a secondary copy")
 
     @abstractmethod
-    def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work: ...
+    def _all_gather(
+        self, full: Tensor, shard_numel: int, name: str, coded: CodedShard | None = None
+    ) -> Work: ...
 
     @abstractmethod
     def _reduce_scatter(
@@ -351,7 +378,7 @@ class Collectives(ABC):
         scale: float,
         accumulate: bool,
         name: str,
-        codes: CodedGradient | None = None,
+        codes: Coded | None = None,
     ) -> Work: ...
 
     def _broadcast(self, full: Tensor, root: int, name: str) -> Work:
@@ -421,8 +448,14 @@ class Flat(Collectives):
         gather, exchange = self._messages.gather.name, self._messages.exchange.name
         return f"flat, all-gather {gather}, exchange {exchange}"
 
-    def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
+    def _all_gather(
+        self, full: Tensor, shard_numel: int, name: str, coded: CodedShard | None = None
+    ) -> Work:
+        if coded is not None:
+            coded[1](full[self.group.index * shard_numel :][:shard_numel])
         self._messages.spread(full)
+        if coded is not None:
+            coded[0].round(full)
         return Work(name)
 
     def _reduce_scatter(
@@ -433,7 +466,7 @@ class Flat(Collectives):
         scale: float,
         accumulate: bool,
         name: str,
-        codes: CodedGradient | None = None,
+        codes: Coded | None = None,
     ) -> Work:
         shards, item = self.group.size, full.element_size()
         if shards == 1:  # nothing to exchange, and nothing to wait for
@@ -461,9 +494,7 @@ class Flat(Collectives):
             )
         return Work(name)
 
-    def _decoded(
-        self, blocks: Sequence[Tensor], codes: CodedGradient, start: int
-    ) -> Sequence[Tensor]:
+    def _decoded(self, blocks: Sequence[Tensor], codes: Coded, start: int) -> Sequence[Tensor]:
         """The sum of each node as its codes say, although nothing was sent in codes here."""
         shard, count = self.group.index, blocks[0].numel()
         words = codes.coding.words(start, count)

@@ -24,8 +24,8 @@ from typing_extensions import override
 from hpczero.comm.algorithms import CHUNK_BYTES
 from hpczero.comm.background import Background
 from hpczero.comm.calls import Work
-from hpczero.comm.codes import CodedGradient
-from hpczero.comm.collectives import Collectives, SecondaryCopy, shard_group
+from hpczero.comm.codes import Coded
+from hpczero.comm.collectives import CodedShard, Collectives, SecondaryCopy, shard_group
 from hpczero.comm.devices import Reach
 from hpczero.comm.inside import MessageLevel, NodeLevel, Parts
 from hpczero.comm.peers import IN_TURN, Ipc
@@ -253,35 +253,60 @@ class Hierarchical(Collectives):
         nodes, local = self._nodes, self.group.node.size
         inside = 0 if self._node.shares(full, use) else (local - 1) * nodes * full.element_size()
         if coding is not None:
-            row = coding.nbytes(self._rails.coded_chunk(coding))
+            # A gather's rows are of whole shards; a reduction goes in rounds.
+            chunk = shard_numel if use is Use.GATHER else self._rails.coded_chunk(coding)
+            row = coding.nbytes(chunk)
             return (nodes - 1) * row + inside * shard_numel
         between = self._rails.wire(full.dtype) if use is Use.REDUCE else full.dtype
         return ((nodes - 1) * between.itemsize + inside) * shard_numel
 
-    def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
+    def _all_gather(
+        self, full: Tensor, shard_numel: int, name: str, coded: CodedShard | None = None
+    ) -> Work:
         def bring() -> None:
-            if self._nodes > 1:
+            if coded is not None:
+                codes, read = coded
+                rows = self._rails.gather_rows(read, full.dtype, codes)
+                self._rails.decode_rows(rows, self._part(full, shard_numel), codes)
+            elif self._nodes > 1:
                 self._rails.gather(full, shard_numel)
 
         return self._gather(full, name, bring)
 
     @override
     def _all_gather_again(
-        self, full: Tensor, shard_numel: int, name: str, copy: SecondaryCopy
+        self,
+        full: Tensor,
+        shard_numel: int,
+        name: str,
+        copy: SecondaryCopy,
+        coded: CodedShard | None,
     ) -> Work:
-        numel = self._nodes * shard_numel  # of this rank's part of its node
-        mine = full[self.group.local_rank * numel :][:numel]
-        kept, known = copy.part(name, mine), copy.has(name)
+        part, known = self._part(full, shard_numel), copy.has(name)
+        if coded is None:
+            kept = copy.part(name, part.numel(), part.dtype)
+        else:
+            kept = copy.part(name, self._nodes * coded[0].words, torch.float32)
         copy.keep(name)
 
         def bring() -> None:
-            if known:
-                mine.copy_(kept)
+            if coded is not None:
+                codes, read = coded
+                if not known:
+                    kept.copy_(self._rails.gather_rows(read, full.dtype, codes).view(-1))
+                self._rails.decode_rows(kept.view(self._nodes, -1), part, codes)
+            elif known:
+                part.copy_(kept)
             else:
                 self._rails.gather(full, shard_numel)
-                kept.copy_(mine)
+                kept.copy_(part)
 
         return self._gather(full, name, bring)
+
+    def _part(self, full: Tensor, shard_numel: int) -> Tensor:
+        """What this rank brings to its node: the shards of its rail."""
+        numel = self._nodes * shard_numel
+        return full[self.group.local_rank * numel :][:numel]
 
     def _gather(self, full: Tensor, name: str, bring: Callable[[], None]) -> Work:
         """Give the node all parts of ``full``, once ``bring`` has filled this rank's."""
@@ -309,7 +334,7 @@ class Hierarchical(Collectives):
         scale: float,
         accumulate: bool,
         name: str,
-        codes: CodedGradient | None = None,
+        codes: Coded | None = None,
     ) -> Work:
         reading = self._node.reading(full)
         dtype, spans = full.dtype, self._node.comm.size == 1 or self._node.shares(full, Use.REDUCE)

@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from hpczero.comm.background import Background
 from hpczero.comm.calls import Work
-from hpczero.comm.codes import CodedGradient
-from hpczero.comm.collectives import Collectives, SecondaryCopy
+from hpczero.comm.codes import Coded
+from hpczero.comm.collectives import CodedShard, Collectives, SecondaryCopy
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Scratch, Use
 from hpczero.plan.footprint import Footprint
@@ -108,17 +108,24 @@ class Hybrid(Collectives):
     def _sent_nbytes(
         self, full: Tensor, shard_numel: int, use: Use, coding: Coding | None = None
     ) -> int:
-        return self._inside._sent_nbytes(full, shard_numel, use)
+        return self._inside._sent_nbytes(full, shard_numel, use, coding)
 
     @override
-    def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
-        return self._inside._all_gather(full, shard_numel, name)
+    def _all_gather(
+        self, full: Tensor, shard_numel: int, name: str, coded: CodedShard | None = None
+    ) -> Work:
+        return self._inside._all_gather(full, shard_numel, name, coded)
 
     @override
     def _all_gather_again(
-        self, full: Tensor, shard_numel: int, name: str, copy: SecondaryCopy
+        self,
+        full: Tensor,
+        shard_numel: int,
+        name: str,
+        copy: SecondaryCopy,
+        coded: CodedShard | None,
     ) -> Work:
-        return self._inside._all_gather_again(full, shard_numel, name, copy)
+        return self._inside._all_gather_again(full, shard_numel, name, copy, coded)
 
     @override
     def _reduce_scatter(
@@ -129,7 +136,7 @@ class Hybrid(Collectives):
         scale: float,
         accumulate: bool,
         name: str,
-        codes: CodedGradient | None = None,
+        codes: Coded | None = None,
     ) -> Work:
         assert codes is None, "refused with replicas"
         partial = torch.empty_like(out) if accumulate else out

@@ -22,7 +22,7 @@ from hpczero.comm.algorithms import (
     Gather,
     Prepare,
 )
-from hpczero.comm.codes import CodedGradient
+from hpczero.comm.codes import Coded
 from hpczero.comm.devices import HostReach, Reach
 from hpczero.comm.inside import Parts
 from hpczero.errors import ConfigError
@@ -41,6 +41,7 @@ from hpczero.plan.footprint import (
 from hpczero.plan.layout import Coding
 
 Kind = TypeVar("Kind", Gather, Exchange)
+Read = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -238,8 +239,10 @@ class Rails:
         self._chunk_nbytes = chunk_nbytes
         self._reach = reach or HostReach()
         self._device = self._reach.accelerator.device
-        self._scratch = Scratch(memory, category="exchange", device=self._device)
-        self._uncoded = Scratch(memory, category="exchange", device=self._device)
+        # Of reductions what is sent and comes, and sums that codes are made of; of gathers rows, own shard and values.
+        self._scratch, self._uncoded, self._rows, self._shard, self._values = self._scratches = [
+            Scratch(memory, category="exchange", device=self._device) for _ in range(5)
+        ]
         self._gathers: dict[str, Gather] = {}
         self._exchanges: dict[str, Exchange] = {}
         self.select(selection)
@@ -271,7 +274,41 @@ class Rails:
         """
         nodes = self.comm.size
         first = self._local_rank * nodes * shard_numel
-        blocks = Blocks.of(full, first, shard_numel, shard_numel, nodes)
+        self._gather(Blocks.of(full, first, shard_numel, shard_numel, nodes))
+
+    def gather_rows(self, read: Read, dtype: torch.dtype, codes: Coded) -> Tensor:
+        """The rows of the shards that this rank's part has, own one too. Collective over all ranks of the group.
+
+        ``read`` puts this rank's shard into (shard_numel,) of ``dtype``.
+
+        Returns:
+            (nodes, codes.words) fp32 in the order of the nodes; until the next call.
+        """
+        nodes, me, words = self.comm.size, self.comm.rank, codes.words
+        numel = codes.coding.layout.shard_numel
+        mine, values = self._shard.get(numel, dtype), self._values.get(numel, torch.float32)
+        read(mine)
+        values.copy_(mine)
+        rows = self._rows.get(nodes * words, torch.float32)
+        own = rows[me * words :][:words]
+        codes.encode(values, own, shard=self._local_rank * nodes + me)
+        self._gather(Blocks.of(rows, 0, words, words, nodes))
+        return rows.view(nodes, words)
+
+    def decode_rows(self, rows: Tensor, part: Tensor, codes: Coded) -> None:
+        """Set ``part``, (nodes * shard_numel,), to what the ``rows`` say that ``gather_rows`` gave. Not collective.
+
+        Ranks of the node may still compute with ``part``, which has the same values then: it is written once.
+        """
+        nodes = self.comm.size
+        values = self._values.get(codes.coding.layout.shard_numel, torch.float32)
+        for node, into in enumerate(part.view(nodes, -1)):
+            shard = self._local_rank * nodes + node
+            codes.decode(rows[node : node + 1], values.view(1, -1), shard=shard)
+            into.copy_(values)
+
+    def _gather(self, blocks: Blocks) -> None:
+        nodes = self.comm.size
         choice = self.selection.gather_for(blocks.nbytes)
         gather = self._called(choice.algorithm, GATHERS, self._gathers, self._reach.gather)
         most = CHUNK_BYTES
@@ -351,7 +388,7 @@ class Rails:
         self,
         parts: Parts,
         out: Tensor,
-        codes: CodedGradient,
+        codes: Coded,
         scale: float,
         accumulate: bool,
         *,
@@ -390,7 +427,7 @@ class Rails:
     def _encode_node(
         self,
         parts: Parts,
-        codes: CodedGradient,
+        codes: Coded,
         sums: Tensor,
         send: Tensor,
         start: int,
@@ -415,7 +452,7 @@ class Rails:
 
     def _sum_codes(
         self,
-        codes: CodedGradient,
+        codes: Coded,
         rows: Tensor,
         sums: Tensor,
         start: int,
@@ -488,8 +525,8 @@ class Rails:
         """Free datatypes and scratch. Not collective."""
         for algorithm in (*self._gathers.values(), *self._exchanges.values()):
             algorithm.free()
-        self._scratch.release()
-        self._uncoded.release()
+        for scratch in self._scratches:
+            scratch.release()
 
 
 def sum_of_node(blocks: Sequence[Tensor], into: Tensor, comm: MPI.Intracomm) -> None:

@@ -29,6 +29,8 @@ class ShardingOptions:
         reduce: of gradients' partial sums that travel between nodes and between replicas; bf16 sends half as much, and
             rounds each node's sum once. int8 and int4 send codes, 1.06 and 0.56 bytes an element, that are drawn so
             that their mean is the sum; norms and biases stay fp32. Sums themselves are fp32.
+        gather: at stage 3, of parameters that travel between nodes: exact, or int8 for codes of 1.06 bytes an element,
+            with which every rank computes; norms and biases stay as they are.
         nodes: treat the ranks as GxL, G nodes of L ranks, such as 2x2; None: HPCZERO_FAKE_NODES, else ask MPI.
         transport: how ranks exchange parameters and gradients: flat, hierarchical (between nodes, then inside), window
             (the same with shared memory inside), ipc (the same with peers' device memory inside); auto:
@@ -47,6 +49,7 @@ class ShardingOptions:
     stage: Literal[0, 1, 2, 3] = 3
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
+    gather: Literal["exact", "int8"] = "exact"
     nodes: str | None = None
     transport: Transport = "auto"
     algorithms: str = "auto"

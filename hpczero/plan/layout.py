@@ -190,7 +190,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class Coding:
-    """How the gradient of one unit travels between nodes: matrices as codes, norms and biases as they are.
+    """How the gradient or the parameters of one unit travel between nodes: matrices as codes, vectors as they are.
 
         row of `count` elements of a shard     [ codes | scales | exact blocks, fp32 | nothing ]
 

@@ -88,7 +88,11 @@ def unit_traffic(
     gathered = way.gathered + (0 if shared and stage.shards_optimizer else way.gathered_inside)
     reduced_inside = 0 if shared else way.reduced_inside
     reduced = way.reduced + reduced_inside
-    coding = plan.coding(unit) if footprint.nodes > 1 else None
+    spared, coding = 0, plan.coding(unit) if footprint.nodes > 1 else None
+    kept = plan.coding(unit, gathers=True) if footprint.nodes > 1 else None
+    if kept is not None and stage.shards_parameters:
+        # below 0: what codes save of the bytes that are counted below
+        spared = (footprint.nodes - 1) * (kept.nbytes(shard) - shard * gather_itemsize)
     reduced_nbytes = reduced_inside * item + way.reduced * wire
     if coding is not None:
         chunk = coded_chunk(coding, footprint.nodes, footprint.round_nbytes)
@@ -107,7 +111,7 @@ def unit_traffic(
         reduce_scatters=reductions,
         all_gather_numel=gathers * gathered,
         reduce_scatter_numel=reductions * reduced,
-        all_gather_nbytes=gathers * gathered * gather_itemsize,
+        all_gather_nbytes=gathers * (gathered * gather_itemsize + spared),
         reduce_scatter_nbytes=reductions * reduced_nbytes,
         padding=sent * padding // total if total else 0,
         messages=messages,

@@ -32,7 +32,7 @@ from hpczero.plan.memory import (
     unit_traffic,
 )
 from hpczero.plan.placement import ModelPart, part_of
-from hpczero.plan.precision import ITEMSIZE, Precision
+from hpczero.plan.precision import CODES, ITEMSIZE, Precision
 
 if TYPE_CHECKING:
     from torch import nn
@@ -279,11 +279,11 @@ class Plan:
         rail = (footprint.nodes, wire, footprint.round_nbytes)
         alone = wire == item and self.num_shards == footprint.nodes
         held = [footprint.rail_nbytes(shard, wire, alone=alone) for shard in shards]
-        if self.precision.sends_codes:
+        if self.precision.reduce in CODES:
             held = [self._rail_nbytes(unit, footprint) for unit in self.trainable_units]
         rows = footprint.rows_of_peers(self.num_shards)
         inside = rows * item * max((rail_chunk(shard, *rail) for shard in shards), default=0)
-        return sum(places) + max(held, default=0) + inside
+        return sum(places) + max(held, default=0) + inside + self._rows_nbytes(footprint.nodes)
 
     def _rail_nbytes(self, unit: UnitSpec, footprint: Footprint) -> int:
         coding = self.coding(unit)
@@ -296,11 +296,17 @@ class Plan:
             alone=alone and self.num_shards == footprint.nodes,
         )
 
-    def coding(self, unit: UnitSpec) -> Coding | None:
-        """As what the gradient of ``unit`` travels between nodes; None: in a dtype."""
-        if not (unit.trainable and self.precision.sends_codes):
-            return None
-        return Coding.of(unit.layout, self.precision.reduce)
+    def _rows_nbytes(self, nodes: int) -> int:
+        """Bytes of the rows of codes in which the shards of a rail arrive, and of a shard before and after."""
+        found = [c for unit in self.units if (c := self.coding(unit, gathers=True)) is not None]
+        shard = max((c.layout.shard_numel for c in found), default=0)
+        rows = max((c.nbytes(c.layout.shard_numel) for c in found), default=0)
+        return nodes * rows + shard * (self.precision.param_itemsize + FP32_BYTES)
+
+    def coding(self, unit: UnitSpec, *, gathers: bool = False) -> Coding | None:
+        """As what the gradient of ``unit``, or its parameters in gathers, travel between nodes; None: in a dtype."""
+        form = self.precision.gather if gathers else self.precision.reduce
+        return Coding.of(unit.layout, form) if unit.trainable and form in CODES else None
 
     @property
     def node_itemsize(self) -> int:

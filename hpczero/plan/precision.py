@@ -14,6 +14,7 @@ from hpczero.errors import ConfigError
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 DType = Literal["fp32", "bf16", "fp16"]
 Reduced = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+Gathered = Literal["exact", "int8"]
 CODES = ("int8", "int4")
 
 
@@ -40,6 +41,8 @@ class Precision:
         param: parameters and activations in forward and backward, and both on the wire.
         reduce: partial sums that travel between nodes: a dtype, or ``int8`` or ``int4`` for codes of that many bits,
             whose expected value is the sum. Sums themselves are always fp32.
+        gather: parameters that travel between nodes for forward and backward at stage 3: ``exact``, or ``int8`` for
+            codes of 8 bits, whose expected value is the parameter. Every rank computes with what the codes say.
         loss_scale: None, or dynamic scaling (fp16).
         nonfinite: what happens on a NaN or infinity in the agreed gradient without a loss scale. ``raise`` is an error
             on every rank. ``skip`` skips the step on every rank, counted in ``Sharding.skipped_steps``.
@@ -48,15 +51,17 @@ class Precision:
 
     param: DType = "fp32"
     reduce: Reduced = "fp32"
+    gather: Gathered = "exact"
     loss_scale: LossScale | None = None
     nonfinite: Literal["raise", "skip"] = "raise"
     max_skips: int = 50
 
     def __post_init__(self) -> None:
-        sent = (*ITEMSIZE, *CODES)
+        sent, gathered = (*ITEMSIZE, *CODES), ("exact", "int8")
         for field, value, known in (
             ("param", self.param, tuple(ITEMSIZE)),
             ("reduce", self.reduce, sent),
+            ("gather", self.gather, gathered),
         ):
             if value not in known:
                 raise ConfigError(
@@ -78,7 +83,9 @@ class Precision:
             )
 
     @classmethod
-    def of(cls, precision: str | Precision, *, reduce: Reduced = "fp32") -> Precision:
+    def of(
+        cls, precision: str | Precision, *, reduce: Reduced = "fp32", gather: Gathered = "exact"
+    ) -> Precision:
         """The precision ``"fp32"``, ``"bf16"`` or ``"fp16"``, which has dynamic loss scaling.
 
         A Precision is returned as it is.
@@ -86,6 +93,7 @@ class Precision:
         Args:
             precision: its name.
             reduce: form of partial sums between nodes, beside a name.
+            gather: form of parameters between nodes, beside a name.
 
         Raises:
             ConfigError: the name is unknown.
@@ -93,9 +101,9 @@ class Precision:
         if isinstance(precision, Precision):
             return precision
         if precision == "fp16":
-            return cls(param="fp16", reduce=reduce, loss_scale=LossScale())
+            return cls(param="fp16", reduce=reduce, gather=gather, loss_scale=LossScale())
         if precision in ITEMSIZE:
-            return cls(param=precision, reduce=reduce)  # type: ignore[arg-type]  # membership was just checked
+            return cls(param=precision, reduce=reduce, gather=gather)  # type: ignore[arg-type]  # membership was just checked
         raise ConfigError(
             f"precision: got {precision!r}, expected one of {', '.join(ITEMSIZE)} or a Precision"
         )
@@ -107,8 +115,8 @@ class Precision:
 
     @property
     def sends_codes(self) -> bool:
-        """Whether gradients travel between nodes as codes, and not in a dtype."""
-        return self.reduce in CODES
+        """Whether gradients or parameters travel between nodes as codes, and not in a dtype."""
+        return self.reduce in CODES or self.gather != "exact"
 
     @property
     def node_dtype(self) -> DType:

@@ -133,10 +133,13 @@ def _of_shards(spread: Spread, plan: Plan, place: int) -> tuple[Wire, int, int]:
         if coding is not None and spread.transport != "flat" and span.nodes > 1:
             rounds = spread.of_transport.round_nbytes
             reduced = coding.nbytes(coded_chunk(coding, span.nodes, rounds))
+        away, kept = shard * gathered, plan.coding(unit, gathers=True)
+        if kept is not None and spread.transport != "flat" and span.nodes > 1:
+            away = kept.nbytes(shard)
         others, peers = span.nodes - 1, span.size - span.nodes
         total += Wire(
             peers * shard * (gathered * everywhere * gathers_inside + item * (not shared)),
-            others * (shard * gathered * everywhere + reduced),
+            others * (away * everywhere + reduced),
         )
         if not shared:
             total += Wire((span.local - 1) * (whole // span.local) * item * near)

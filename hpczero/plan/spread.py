@@ -26,7 +26,7 @@ from hpczero.plan.offload import EVERYTHING_KEPT, NOTHING_AWAY, Activations, Off
 from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.plan.placement import Placement
 from hpczero.plan.plan import Plan, Stage
-from hpczero.plan.precision import Precision, Reduced
+from hpczero.plan.precision import Gathered, Precision, Reduced
 from hpczero.plan.sizing import ForwardSizes, accumulated_nbytes, blockwise_plan
 
 
@@ -244,6 +244,7 @@ class Spread:
         stage: ZeRO stage.
         precision: name.
         reduce: form of gradients' partial sums between nodes and replicas.
+        gather: form of parameters between nodes.
         micro_batch: samples of one forward on one data-parallel rank.
         accumulation: forwards of a step; under a pipeline its micro-batches.
         checkpointing: whether only inputs of blocks are kept.
@@ -267,6 +268,7 @@ class Spread:
     stage: int = 3
     precision: str = "bf16"
     reduce: Reduced = "fp32"
+    gather: Gathered = "exact"
     micro_batch: int = 1
     accumulation: int = 1
     checkpointing: bool = False
@@ -381,7 +383,7 @@ class Spread:
             self.interleave,
             self.sequence_parallel,
             self.stage,
-            Precision.of(self.precision, reduce=self.reduce),
+            Precision.of(self.precision, reduce=self.reduce, gather=self.gather),
         )
 
     @cached_property

@@ -203,6 +203,12 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
                     unit.optimized.check_seen()
                     if modifier_rank is None:
                         unit.whole.check_certain()
+                if modifier_rank is not None and in_use and state.precision.gather != "exact":
+                    raise StepError(
+                        f"rank {state.topology.rank}: gathered(modifier_rank={modifier_rank}) inside a forward or "
+                        f"backward, whose parameters are {state.precision.gather} codes of the values "
+                        "(precision.gather); expected it between steps, where values are exact"
+                    )
             for unit in units:
                 unit.whole.doubtful = ""
             # The outer block sees what was changed.
@@ -269,7 +275,7 @@ def _hold(units: Sequence[Unit]) -> None:
     held: list[Unit] = []
     try:
         for unit in units:
-            unit.unshard()
+            unit.unshard(exact=True)
         for unit in units:
             unit.whole.wait_for_unshard()
             held.append(unit)

@@ -353,7 +353,7 @@ class Sharding:
                 )
         self.step.finish_updates()
         for unit in self.units if whole else ():
-            unit.unshard()
+            unit.unshard(exact=True)
             unit.whole.wait_for_unshard()  # before anything is taken away: a memory tier may fail
         self.schedule.remove()
         answer_transformers(self.model, runs_all=False)

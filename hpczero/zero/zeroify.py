@@ -35,7 +35,7 @@ from hpczero.plan.offload import Offload
 from hpczero.plan.offloaded import ADAM_STATES, ITEM, OffloadedPlan, windows_of
 from hpczero.plan.placement import part_of
 from hpczero.plan.plan import UnitRule
-from hpczero.plan.precision import Precision
+from hpczero.plan.precision import CODES, Precision
 from hpczero.plan.rules import default_rule
 from hpczero.tier import DiskTier, HostTier, InPlaceTier, Tier
 from hpczero.zero.buffers import persistent_buffers
@@ -371,7 +371,7 @@ def zeroify(
             groups = optimizers.number_parameters(model)
         else:
             groups = {}
-        check_codes(precision, topology)
+        check_codes(precision, topology, stage, offload)
         codec = codec_of(quantize, stage, topology, secondary=secondary)
         if secondary and not stage.shards_parameters:
             raise PlanError(
@@ -610,16 +610,32 @@ def _check_transport(collectives: Collectives, topology: Topology, precision: Pr
         )
 
 
-def check_codes(precision: Precision, topology: Topology) -> None:
-    """Refuse codes between nodes where no transport sends them."""
+def check_codes(
+    precision: Precision, topology: Topology, stage: Stage, offload: Offload | None
+) -> None:
+    """Refuse codes between nodes where they are not sent, or where ranks would come apart by them.
+
+    Raises:
+        ConfigError: names the option and what it cannot be combined with.
+    """
     wrong = ""
     if topology.data_sequence.size > topology.shard.size:
         wrong = "replicas of the shards (parallel.shard), which sum their gradients in a dtype"
+    elif topology.tensor.size > 1:
+        wrong = "tensor parallelism, whose ranks hold some matrices several times and would draw them differently"
     elif not topology.shard.is_rectangular:
         wrong = "nodes with different numbers of ranks"
-    if precision.sends_codes and wrong:
+    if precision.reduce in CODES and wrong:
         raise ConfigError(
             f"precision.reduce: got {precision.reduce} and {wrong}; expected fp32 or bf16 there"
+        )
+    if not wrong and not stage.shards_parameters:
+        wrong = f"stage {int(stage)}, where parameters stay whole; expected stage 3"
+    if not wrong and offload is not None and offload.parameters != "device":
+        wrong = "offloaded parameters, whose gathers tell of a failed tier"
+    if precision.gather != "exact" and wrong:
+        raise ConfigError(
+            f"precision.gather: got {precision.gather} and {wrong}; expected exact there"
         )
 
 

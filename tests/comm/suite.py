@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 import hpczero
-from hpczero.comm.codes import CodedGradient
+from hpczero.comm.codes import Coded
 from hpczero.memory.buffers import Buffer, Use
 from hpczero.plan.layout import Coding, ShardLayout
 from tests.comm.conduct import DTYPES, ONE_NODE, ConductSuite
@@ -45,6 +46,10 @@ def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def give(values: Tensor, into: Tensor) -> None:
+    into.copy_(values)
 
 
 def shard_owners(topology: Topology) -> list[int]:
@@ -271,7 +276,7 @@ class CodesSuite(CollectivesSuite):
         for name, dtype in (("int8", torch.float32), ("int4", torch.float32), ("int8", DTYPES[1])):
             coding = Coding.of(layout, name)
             assert coding is not None
-            codes = CodedGradient(coding, f"step 3, 0, {name}")
+            codes = Coded(coding, f"step 3, 0, {name}")
             full = contribution(comm.rank, layout.padded_numel, dtype)
             out = torch.ones(layout.shard_numel)
             work = transport.reduce_scatter(
@@ -282,18 +287,39 @@ class CodesSuite(CollectivesSuite):
             expected = np.float32(1) + own(topology, whole * np.float32(0.5))
             parallel_assert(comm, out.numpy().tobytes() == expected.tobytes(), f"{name} x {dtype}")
 
-    def _expected(
-        self, topology: Topology, coding: Coding, which: str, dtype: torch.dtype
-    ) -> Floats:
+    def test_parameters_in_codes_are_on_every_rank_what_is_written_out(
+        self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
+    ) -> None:
+        layout = ShardLayout.pack(SHAPES, comm.size)
+        coding = Coding.of(layout, "int8")
+        assert coding is not None
+        for dtype in DTYPES[:2]:
+            whole = contribution(7, layout.padded_numel, dtype)
+            full = transport.allocate(layout.padded_numel, dtype, category="test").tensor
+            full.fill_(torch.nan)
+            mine, codes = own(topology, whole), Coded(coding, "step 4")
+            transport.all_gather(full, name="u", read=partial(give, mine), codes=codes).wait()
+            expected = self._said(coding, "step 4, node 0", whole.float().numpy())
+            if topology.num_nodes == 1:
+                expected = whole.float().numpy()
+            parallel_assert(
+                comm, bits(full) == bits(torch.from_numpy(expected).to(dtype)), str(dtype)
+            )
+
+    def _said(self, coding: Coding, text: str, values: Floats) -> Floats:
         layout, most = coding.layout, {"int8": 127, "int4": 7}[coding.codec.name]
         small = np.zeros(layout.padded_numel, dtype=bool)
         for slot in layout.slots:
             if len(slot.shape) < 2:
                 small[slot.offset // 64 * 64 : -(-slot.stop // 64) * 64] = True
-        nodes = []
+        return np.where(small, values, drawn_and_decoded(values, most, text, 0))
+
+    def _expected(
+        self, topology: Topology, coding: Coding, which: str, dtype: torch.dtype
+    ) -> Floats:
+        numel, nodes = coding.layout.padded_numel, []
         for number, ranks in enumerate(topology.world.nodes):
-            blocks = exact([contribution(r, layout.padded_numel, dtype) for r in ranks])
-            node = IN_ORDER[len(ranks)](*blocks)
-            said = drawn_and_decoded(node, most, f"{which}, node {number}", 0)
-            nodes.append(node if topology.num_nodes == 1 else np.where(small, node, said))
+            node = IN_ORDER[len(ranks)](*exact([contribution(r, numel, dtype) for r in ranks]))
+            said = self._said(coding, f"{which}, node {number}", node)
+            nodes.append(node if topology.num_nodes == 1 else said)
         return IN_ORDER[len(nodes)](*nodes)

@@ -246,7 +246,11 @@ def build(
         optimizer,
         stage=config.parallel.stage,
         topology=topology,
-        precision=Precision.of(config.parallel.precision, reduce=config.parallel.reduce),
+        precision=Precision.of(
+            config.parallel.precision,
+            reduce=config.parallel.reduce,
+            gather=config.parallel.gather,
+        ),
         rule=_rule(adapter),
         transport=config.parallel.transport,
         algorithms=config.parallel.algorithms,

@@ -69,7 +69,7 @@ TELLING = {
         "betas",
         "clip",
     ),
-    "parallel": ("precision", "reduce"),
+    "parallel": ("precision", "reduce", "gather"),
 }
 
 

@@ -62,6 +62,7 @@ def run_of(
         stage=config.parallel.stage,
         precision=config.parallel.precision,
         reduce=config.parallel.reduce,
+        gather=config.parallel.gather,
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
         checkpointing=model.checkpoint_activations or kept.checkpointing != "none",

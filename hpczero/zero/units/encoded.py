@@ -69,7 +69,7 @@ class EncodedParameters(WholeParameters):
         return self._wire.tensor[index * self._words : (index + 1) * self._words]
 
     @override
-    def unshard(self, read: Callable[[Tensor], None]) -> None:
+    def unshard(self, read: Callable[[Tensor], None], *, exact: bool = False) -> None:
         self.check_certain()
         if self.state not in (UnitState.SHARDED, UnitState.RETAINED):
             return

@@ -155,9 +155,12 @@ class Unit:
 
     # --- parameters ----------------------------------------------------------------------------------------------
 
-    def unshard(self) -> None:
-        """Start making the parameters whole; nothing if they are, or if it has started. Collective."""
-        self.whole.unshard(self.rest.read)
+    def unshard(self, *, exact: bool = False) -> None:
+        """Start making the parameters whole; nothing if they are, or if it has started. Collective.
+
+        ``exact``: as of ``WholeParameters.unshard``.
+        """
+        self.whole.unshard(self.rest.read, exact=exact)
 
     def reshard(self, *, retain: bool = False) -> None:
         """Give the whole parameters back where the stage shards them; ``retain``: this rank goes on using them."""

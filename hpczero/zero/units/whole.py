@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.comm import Collectives, Work
+from hpczero.comm.codes import Coded
 from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Buffer, Use
@@ -347,6 +348,7 @@ class WholeParameters:
         self._comm = comm
         stage, precision = plan.stage, plan.precision
         self._sharded = stage.shards_parameters
+        self._coding = plan.coding(spec, gathers=True) if self._sharded else None
         layout, index, coded = spec.layout, comm.group.index, spec.codec is not None
         self.mine = slice(index * layout.shard_numel, (index + 1) * layout.shard_numel)
         in_flight = self._sharded and (given_back or coded or not comm.footprint.lasting)
@@ -408,10 +410,11 @@ class WholeParameters:
 
     # --- verbs ---------------------------------------------------------------------------------------------------
 
-    def unshard(self, read: Callable[[Tensor], None]) -> None:
+    def unshard(self, read: Callable[[Tensor], None], *, exact: bool = False) -> None:
         """Start making the parameters whole; nothing if they are, or if it has started. Collective.
 
-        ``read`` puts the newest values of this rank's slice into that slice, (shard_numel,).
+        ``read`` puts the newest values of this rank's slice into that slice, (shard_numel,). ``exact``: no codes, for
+        whoever takes the values out or changes them, and does not compute with them.
         """
         self.check_certain()
         if self.state not in (UnitState.SHARDED, UnitState.RETAINED):
@@ -420,17 +423,29 @@ class WholeParameters:
             self.state = UnitState.GATHERING
             return
         self._buffer.take()
-        if self._marks is None:
-            read(self.flat[self.mine])
+        if self._coding is not None and not exact:
+            # Ranks that share the buffer may still compute with what the codes of before have left there.
+            self._start_gather(self.flat, again=True, coded=read)
         else:
-            self._marks.read(read, self.flat[self.mine])
-        self._start_gather(self.flat, again=True)
+            if self._marks is None:
+                read(self.flat[self.mine])
+            else:
+                self._marks.read(read, self.flat[self.mine])
+            self._start_gather(self.flat, again=self._coding is None)
         self.state = UnitState.GATHERING  # not before: memory may run out
 
-    def _start_gather(self, flat: Tensor, *, again: bool = False) -> None:
-        """Start to bring all ranks' slices of ``flat`` together. Collective."""
+    def _start_gather(
+        self, flat: Tensor, *, again: bool = False, coded: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Start to bring all ranks' slices of ``flat`` together; ``coded`` reads that of this rank. Collective."""
+        codes, name = None, self.spec.name
+        if self._coding is not None and coded is not None:
+            # One draw for a step: forward and backward compute with the same values.
+            codes = Coded(self._coding, f"step {self._comm.calls.step}, values of {name}")
         try:
-            self._work = self._comm.all_gather(flat, name=self.spec.name, again=again)
+            self._work = self._comm.all_gather(
+                flat, name=name, again=again, read=coded, codes=codes
+            )
         except BaseException as error:  # whatever a signal handler of the program's own raises
             if self._comm.group.size > 1:  # else nothing was sent
                 self.doubt(f"{type(error).__name__} cut off the gather of unit {self.spec.name!r}")
