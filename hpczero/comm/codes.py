@@ -23,7 +23,7 @@ from hpczero.plan.layout import Coding
 
 
 @dataclass(frozen=True)
-class Coded:
+class SentCodes:
     """The gradient of one unit in one reduction, or its parameters in a gather, as they travel between nodes.
 
     Attributes:

@@ -28,7 +28,7 @@ from hpczero.comm.algorithms import (
     LibraryGather,
 )
 from hpczero.comm.calls import Calls, CommStats, Work
-from hpczero.comm.codes import Coded
+from hpczero.comm.codes import SentCodes
 from hpczero.comm.devices import HostReach, Reach
 from hpczero.errors import CommError
 from hpczero.job.group import Group, digits_of, values_of
@@ -97,7 +97,7 @@ class SecondaryCopy:
 MOVABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-CodedShard = tuple[Coded, Callable[[Tensor], None]]  # and what reads this rank's shard
+CodedShard = tuple[SentCodes, Callable[[Tensor], None]]  # and what reads this rank's shard
 
 
 class Collectives(ABC):
@@ -198,7 +198,7 @@ class Collectives(ABC):
         name: str,
         again: bool = False,
         read: Callable[[Tensor], None] | None = None,
-        codes: Coded | None = None,
+        codes: SentCodes | None = None,
     ) -> Work:
         """Fill ``full`` from every rank's shard, in place. Collective over the group.
 
@@ -243,7 +243,7 @@ class Collectives(ABC):
         scale: float,
         accumulate: bool = False,
         name: str,
-        codes: Coded | None = None,
+        codes: SentCodes | None = None,
     ) -> Work:
         """Set ``out (+)= scale *`` this rank's shard of the fp32 sum of every rank's ``full``.
 
@@ -378,7 +378,7 @@ class Collectives(ABC):
         scale: float,
         accumulate: bool,
         name: str,
-        codes: Coded | None = None,
+        codes: SentCodes | None = None,
     ) -> Work: ...
 
     def _broadcast(self, full: Tensor, root: int, name: str) -> Work:
@@ -466,7 +466,7 @@ class Flat(Collectives):
         scale: float,
         accumulate: bool,
         name: str,
-        codes: Coded | None = None,
+        codes: SentCodes | None = None,
     ) -> Work:
         shards, item = self.group.size, full.element_size()
         if shards == 1:  # nothing to exchange, and nothing to wait for
@@ -494,7 +494,7 @@ class Flat(Collectives):
             )
         return Work(name)
 
-    def _decoded(self, blocks: Sequence[Tensor], codes: Coded, start: int) -> Sequence[Tensor]:
+    def _decoded(self, blocks: Sequence[Tensor], codes: SentCodes, start: int) -> Sequence[Tensor]:
         """The sum of each node as its codes say, although nothing was sent in codes here."""
         shard, count = self.group.index, blocks[0].numel()
         words = codes.coding.words(start, count)

@@ -24,7 +24,7 @@ from typing_extensions import override
 from hpczero.comm.algorithms import CHUNK_BYTES
 from hpczero.comm.background import Background
 from hpczero.comm.calls import Work
-from hpczero.comm.codes import Coded
+from hpczero.comm.codes import SentCodes
 from hpczero.comm.collectives import CodedShard, Collectives, SecondaryCopy, shard_group
 from hpczero.comm.devices import Reach
 from hpczero.comm.inside import MessageLevel, NodeLevel, Parts
@@ -267,7 +267,7 @@ class Hierarchical(Collectives):
             if coded is not None:
                 codes, read = coded
                 rows = self._rails.gather_rows(read, full.dtype, codes)
-                self._rails.decode_rows(rows, self._part(full, shard_numel), codes)
+                self._rails.decode_rows(rows, _part_of(full, self.group), codes)
             elif self._nodes > 1:
                 self._rails.gather(full, shard_numel)
 
@@ -282,7 +282,7 @@ class Hierarchical(Collectives):
         copy: SecondaryCopy,
         coded: CodedShard | None,
     ) -> Work:
-        part, known = self._part(full, shard_numel), copy.has(name)
+        part, known = _part_of(full, self.group), copy.has(name)
         if coded is None:
             kept = copy.part(name, part.numel(), part.dtype)
         else:
@@ -302,11 +302,6 @@ class Hierarchical(Collectives):
                 kept.copy_(part)
 
         return self._gather(full, name, bring)
-
-    def _part(self, full: Tensor, shard_numel: int) -> Tensor:
-        """What this rank brings to its node: the shards of its rail."""
-        numel = self._nodes * shard_numel
-        return full[self.group.local_rank * numel :][:numel]
 
     def _gather(self, full: Tensor, name: str, bring: Callable[[], None]) -> Work:
         """Give the node all parts of ``full``, once ``bring`` has filled this rank's."""
@@ -334,7 +329,7 @@ class Hierarchical(Collectives):
         scale: float,
         accumulate: bool,
         name: str,
-        codes: Coded | None = None,
+        codes: SentCodes | None = None,
     ) -> Work:
         reading = self._node.reading(full)
         dtype, spans = full.dtype, self._node.comm.size == 1 or self._node.shares(full, Use.REDUCE)
@@ -423,3 +418,9 @@ def _own(comm: MPI.Intracomm) -> MPI.Intracomm:
     duplicate = comm.Dup()
     duplicate.Set_name(f"{comm.Get_name()}, of one transport")
     return duplicate
+
+
+def _part_of(full: Tensor, group: Group) -> Tensor:
+    """What this rank brings to its node: the shards of its rail."""
+    numel = full.numel() // group.node.size
+    return full[group.local_rank * numel :][:numel]

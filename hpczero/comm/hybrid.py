@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from hpczero.comm.background import Background
 from hpczero.comm.calls import Work
-from hpczero.comm.codes import Coded
+from hpczero.comm.codes import SentCodes
 from hpczero.comm.collectives import CodedShard, Collectives, SecondaryCopy
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Scratch, Use
@@ -136,7 +136,7 @@ class Hybrid(Collectives):
         scale: float,
         accumulate: bool,
         name: str,
-        codes: Coded | None = None,
+        codes: SentCodes | None = None,
     ) -> Work:
         assert codes is None, "refused with replicas"
         partial = torch.empty_like(out) if accumulate else out

@@ -22,7 +22,7 @@ from hpczero.comm.algorithms import (
     Gather,
     Prepare,
 )
-from hpczero.comm.codes import Coded
+from hpczero.comm.codes import SentCodes
 from hpczero.comm.devices import HostReach, Reach
 from hpczero.comm.inside import Parts
 from hpczero.errors import ConfigError
@@ -239,10 +239,12 @@ class Rails:
         self._chunk_nbytes = chunk_nbytes
         self._reach = reach or HostReach()
         self._device = self._reach.accelerator.device
-        # Of reductions what is sent and comes, and sums that codes are made of; of gathers rows, own shard and values.
-        self._scratch, self._uncoded, self._rows, self._shard, self._values = self._scratches = [
-            Scratch(memory, category="exchange", device=self._device) for _ in range(5)
-        ]
+        self._scratch = Scratch(memory, category="exchange", device=self._device)
+        # Of codes: sums before and after, rows of a gather, this rank's shard, values of one shard.
+        self._of_codes = {
+            name: Scratch(memory, category="exchange", device=self._device)
+            for name in ("sums", "rows", "shard", "values")
+        }
         self._gathers: dict[str, Gather] = {}
         self._exchanges: dict[str, Exchange] = {}
         self.select(selection)
@@ -276,7 +278,7 @@ class Rails:
         first = self._local_rank * nodes * shard_numel
         self._gather(Blocks.of(full, first, shard_numel, shard_numel, nodes))
 
-    def gather_rows(self, read: Read, dtype: torch.dtype, codes: Coded) -> Tensor:
+    def gather_rows(self, read: Read, dtype: torch.dtype, codes: SentCodes) -> Tensor:
         """The rows of the shards that this rank's part has, own one too. Collective over all ranks of the group.
 
         ``read`` puts this rank's shard into (shard_numel,) of ``dtype``.
@@ -286,22 +288,25 @@ class Rails:
         """
         nodes, me, words = self.comm.size, self.comm.rank, codes.words
         numel = codes.coding.layout.shard_numel
-        mine, values = self._shard.get(numel, dtype), self._values.get(numel, torch.float32)
+        mine, values = (
+            self._of_codes["shard"].get(numel, dtype),
+            self._of_codes["values"].get(numel, torch.float32),
+        )
         read(mine)
         values.copy_(mine)
-        rows = self._rows.get(nodes * words, torch.float32)
+        rows = self._of_codes["rows"].get(nodes * words, torch.float32)
         own = rows[me * words :][:words]
         codes.encode(values, own, shard=self._local_rank * nodes + me)
         self._gather(Blocks.of(rows, 0, words, words, nodes))
         return rows.view(nodes, words)
 
-    def decode_rows(self, rows: Tensor, part: Tensor, codes: Coded) -> None:
+    def decode_rows(self, rows: Tensor, part: Tensor, codes: SentCodes) -> None:
         """Set ``part``, (nodes * shard_numel,), to what the ``rows`` say that ``gather_rows`` gave. Not collective.
 
         Ranks of the node may still compute with ``part``, which has the same values then: it is written once.
         """
         nodes = self.comm.size
-        values = self._values.get(codes.coding.layout.shard_numel, torch.float32)
+        values = self._of_codes["values"].get(codes.coding.layout.shard_numel, torch.float32)
         for node, into in enumerate(part.view(nodes, -1)):
             shard = self._local_rank * nodes + node
             codes.decode(rows[node : node + 1], values.view(1, -1), shard=shard)
@@ -388,7 +393,7 @@ class Rails:
         self,
         parts: Parts,
         out: Tensor,
-        codes: Coded,
+        codes: SentCodes,
         scale: float,
         accumulate: bool,
         *,
@@ -402,7 +407,7 @@ class Rails:
         turns, width = rail_turns(shard_numel, chunk), coded_width(coding, chunk)
         rows = self._scratch.get(turns * 2 * nodes * width, torch.float32)
         rows = rows.view(turns, 2, nodes * width)
-        values = self._uncoded.get(2 * nodes * chunk, torch.float32).view(2, nodes * chunk)
+        values = self._of_codes["sums"].get(2 * nodes * chunk, torch.float32).view(2, nodes * chunk)
         left: Callable[[], None] = lambda: None  # noqa: E731  (what the chunk before still needs)
 
         for turn, start in enumerate(range(0, shard_numel, chunk)):
@@ -427,7 +432,7 @@ class Rails:
     def _encode_node(
         self,
         parts: Parts,
-        codes: Coded,
+        codes: SentCodes,
         sums: Tensor,
         send: Tensor,
         start: int,
@@ -452,7 +457,7 @@ class Rails:
 
     def _sum_codes(
         self,
-        codes: Coded,
+        codes: SentCodes,
         rows: Tensor,
         sums: Tensor,
         start: int,
@@ -525,7 +530,7 @@ class Rails:
         """Free datatypes and scratch. Not collective."""
         for algorithm in (*self._gathers.values(), *self._exchanges.values()):
             algorithm.free()
-        for scratch in self._scratches:
+        for scratch in (self._scratch, *self._of_codes.values()):
             scratch.release()
 
 

@@ -456,7 +456,15 @@ class Spread:
 
     def secondary_nbytes(self, place: int) -> int:
         """Bytes of the second shard of the parameters inside the node."""
-        return -(-self._whole_nbytes(place) // self.shards.local) if self.secondary else 0
+        if not self.secondary:
+            return 0
+        if self.gather == "exact":
+            return -(-self._whole_nbytes(place) // self.shards.local)
+        plan, total = self.plan_of(place), 0
+        for unit in plan.units:
+            coding, shard = plan.coding(unit, gathers=True), unit.layout.shard_numel
+            total += shard * self.itemsize if coding is None else coding.nbytes(shard)
+        return total * self.span(place, *SHARD).nodes
 
     def held_nbytes(self, place: int) -> int:
         """Bytes of parameters that are whole for the step."""

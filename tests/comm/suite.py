@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import hpczero
-from hpczero.comm.codes import Coded
+from hpczero.comm.codes import SentCodes
 from hpczero.memory.buffers import Buffer, Use
 from hpczero.plan.layout import Coding, ShardLayout
 from tests.comm.conduct import DTYPES, ONE_NODE, ConductSuite
@@ -276,7 +276,7 @@ class CodesSuite(CollectivesSuite):
         for name, dtype in (("int8", torch.float32), ("int4", torch.float32), ("int8", DTYPES[1])):
             coding = Coding.of(layout, name)
             assert coding is not None
-            codes = Coded(coding, f"step 3, 0, {name}")
+            codes = SentCodes(coding, f"step 3, 0, {name}")
             full = contribution(comm.rank, layout.padded_numel, dtype)
             out = torch.ones(layout.shard_numel)
             work = transport.reduce_scatter(
@@ -297,7 +297,7 @@ class CodesSuite(CollectivesSuite):
             whole = contribution(7, layout.padded_numel, dtype)
             full = transport.allocate(layout.padded_numel, dtype, category="test").tensor
             full.fill_(torch.nan)
-            mine, codes = own(topology, whole), Coded(coding, "step 4")
+            mine, codes = own(topology, whole), SentCodes(coding, "step 4")
             transport.all_gather(full, name="u", read=partial(give, mine), codes=codes).wait()
             expected = self._said(coding, "step 4, node 0", whole.float().numpy())
             if topology.num_nodes == 1:

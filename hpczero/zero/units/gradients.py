@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hpczero.comm.calls import Work
-from hpczero.comm.codes import Coded
+from hpczero.comm.codes import SentCodes
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
 from hpczero.memory.buffers import DTYPES, Buffer, Use
@@ -237,7 +237,7 @@ class Reducer:
         scale: float,
         accumulate: bool,
         name: str,
-        codes: Coded | None = None,
+        codes: SentCodes | None = None,
     ) -> Work:
         """Start ``into (+)= scale *`` this rank's part of the sum of every rank's ``local``. Collective.
 
@@ -283,7 +283,7 @@ class PartialReducer(Reducer):
         scale: float,
         accumulate: bool,
         name: str,
-        codes: Coded | None = None,
+        codes: SentCodes | None = None,
     ) -> Work:
         """As of every reducer. Collective over the tensor ranks too, when the work is waited for."""
         runs = self._runs.get(name)
@@ -607,7 +607,7 @@ class UnitGradients:
         codes, coding = None, self._plan.coding(self._spec)
         if coding is not None:
             step, turn = self._comm.calls.step, self.usage.reductions
-            codes = Coded(coding, f"step {step}, {turn}, {self._spec.name}")
+            codes = SentCodes(coding, f"step {step}, {turn}, {self._spec.name}")
         self.usage.reduced(self._local.filled)
         self._reduction = self._reducer.reduce(
             self._local.complete(),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.comm import Collectives, Work
-from hpczero.comm.codes import Coded
+from hpczero.comm.codes import SentCodes
 from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Buffer, Use
@@ -441,7 +441,7 @@ class WholeParameters:
         codes, name = None, self.spec.name
         if self._coding is not None and coded is not None:
             # One draw for a step: forward and backward compute with the same values.
-            codes = Coded(self._coding, f"step {self._comm.calls.step}, values of {name}")
+            codes = SentCodes(self._coding, f"step {self._comm.calls.step}, values of {name}")
         try:
             self._work = self._comm.all_gather(
                 flat, name=name, again=again, read=coded, codes=codes
