@@ -105,7 +105,12 @@ class Collectives(ABC):
 
     Subclasses implement the underscored verbs. Checks are here, order and accounts in ``calls``. ``everybody`` are the
     ranks whose gradients are summed: the ranks of ``group``, unless there are replicas (see Hybrid).
+
+    Attributes:
+        sends_codes: whether the verbs take codes for what goes between nodes; without, ``zeroify`` refuses them.
     """
+
+    sends_codes = False
 
     def __init__(
         self,
@@ -233,6 +238,8 @@ class Collectives(ABC):
                 read(full[self.group.index * shard :][:shard])
             if copy is not None:
                 return self._all_gather_again(full, shard, name, copy, coded)
+            if coded is None:
+                return self._all_gather(full, shard, name)
             return self._all_gather(full, shard, name, coded)
 
     def reduce_scatter(
@@ -275,6 +282,8 @@ class Collectives(ABC):
                 out.mul_(scale)
             if in_place or not full.numel():
                 return Work(name)
+            if codes is None:
+                return self._reduce_scatter(full, out, shard, scale, accumulate, name)
             return self._reduce_scatter(full, out, shard, scale, accumulate, name, codes)
 
     def broadcast(self, full: Tensor, *, root: int, name: str) -> Work:
@@ -416,6 +425,8 @@ class Flat(Collectives):
 
     Calls block, and the Work they return is done. Overlap gains nothing on a CPU whose cores the ranks fill.
     """
+
+    sends_codes = True
 
     def __init__(
         self,

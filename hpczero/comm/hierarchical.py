@@ -83,6 +83,8 @@ Inside = Literal["window", "ipc", "messages"]
 class Hierarchical(Collectives):
     """All-gather between nodes first, reduce-scatter inside nodes first. One node, or one rank per node, works too."""
 
+    sends_codes = True
+
     def __init__(
         self,
         topology: Topology | Group,

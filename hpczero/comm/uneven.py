@@ -293,6 +293,7 @@ class Carried(Rails):
 class Uneven(Hierarchical):
     """``Hierarchical`` on nodes of different sizes; ``inside="ipc"`` and ``secondary`` need equal nodes."""
 
+    sends_codes = False
     _rails: Carried
 
     @override

@@ -371,7 +371,7 @@ def zeroify(
             groups = optimizers.number_parameters(model)
         else:
             groups = {}
-        check_codes(precision, topology, stage, offload)
+        check_codes(precision, topology, stage, offload, given)
         codec = codec_of(quantize, stage, topology, secondary=secondary)
         if secondary and not stage.shards_parameters:
             raise PlanError(
@@ -611,7 +611,11 @@ def _check_transport(collectives: Collectives, topology: Topology, precision: Pr
 
 
 def check_codes(
-    precision: Precision, topology: Topology, stage: Stage, offload: Offload | None
+    precision: Precision,
+    topology: Topology,
+    stage: Stage,
+    offload: Offload | None,
+    given: Collectives | None,
 ) -> None:
     """Refuse codes between nodes where they are not sent, or where ranks would come apart by them.
 
@@ -625,6 +629,8 @@ def check_codes(
         wrong = "tensor parallelism, whose ranks hold some matrices several times and would draw them differently"
     elif not topology.shard.is_rectangular:
         wrong = "nodes with different numbers of ranks"
+    elif given is not None and not given.sends_codes:
+        wrong = f"the transport {type(given).__name__}, which sends none"
     if precision.reduce in CODES and wrong:
         raise ConfigError(
             f"precision.reduce: got {precision.reduce} and {wrong}; expected fp32 or bf16 there"

@@ -118,12 +118,38 @@ def test_an_overflow_is_seen_on_all_ranks(world: World):
         world.check(sharding.skipped_steps == 1, sharding.skipped_steps)
 
 
+class Other(hpczero.Flat):
+    """As somebody writes a transport who knows nothing of codes."""
+
+    sends_codes = False
+
+
+def test_a_transport_that_sends_no_codes_is_refused_by_name(world: World):
+    model = tiny_gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    transport = Other(world.topology)
+    for wrong, precision in (
+        ("reduce: got int4", hpczero.Precision(reduce="int4")),
+        ("gather: got int8", hpczero.Precision(gather="int8")),
+    ):
+        world.raises(
+            ConfigError,
+            f"precision.{wrong} and the transport Other, which sends none",
+            hpczero.zeroify,
+            model,
+            optimizer,
+            transport=transport,
+            precision=precision,
+        )
+
+
 @pytest.mark.ranks(4)
 def test_replicas_and_unequal_nodes_are_refused_by_name(comm):
     precision = hpczero.Precision(reduce="int8")
     for nodes, mesh, why in (
         ([0, 0, 1, 1], hpczero.Mesh(replicate=2, shard=2), "replicas"),
         ([0, 0, 0, 1], None, "different numbers"),
+        ([0, 0, 1, 1], hpczero.Mesh(shard=2, tensor=2), "tensor parallelism"),
     ):
         topology = hpczero.Topology.create(comm, nodes, mesh=mesh)
         world = World(comm, topology)
