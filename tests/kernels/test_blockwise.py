@@ -12,8 +12,8 @@ from hpczero.plan.layout import Codec
 from tests.kernels.reference import drawn_and_decoded
 
 BLOCK = 64
-CODECS = pytest.mark.parametrize(
 AT_REST = pytest.mark.parametrize("codec", [*map(Codec, ("int8", "nf4"))], ids=lambda c: c.name)
+CODECS = pytest.mark.parametrize(
     "codec", [*map(Codec, ("int8", "int4", "nf4"))], ids=lambda c: c.name
 )
 

@@ -144,7 +144,7 @@ def test_a_transport_that_sends_no_codes_is_refused_by_name(world: World):
 
 
 @pytest.mark.ranks(4)
-def test_replicas_and_unequal_nodes_are_refused_by_name(comm):
+def test_layouts_that_send_no_codes_are_refused_by_name(comm):
     precision = hpczero.Precision(reduce="int8")
     for nodes, mesh, why in (
         ([0, 0, 1, 1], hpczero.Mesh(replicate=2, shard=2), "replicas"),
@@ -154,6 +154,8 @@ def test_replicas_and_unequal_nodes_are_refused_by_name(comm):
         topology = hpczero.Topology.create(comm, nodes, mesh=mesh)
         world = World(comm, topology)
         model = tiny_gpt()
+        if topology.tensor.size > 1:
+            hpczero.parallel.split(model, topology)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         world.raises(
             ConfigError,
