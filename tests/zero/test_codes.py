@@ -10,6 +10,7 @@ import torch
 
 import hpczero
 from hpczero.errors import ConfigError
+from hpczero.parallel import gpt_rule
 from tests.helpers.small_models import same, tiny_gpt, tiny_tokens, update
 from tests.helpers.world import World, on_nodes
 
@@ -155,7 +156,7 @@ def test_layouts_that_send_no_codes_are_refused_by_name(comm):
         world = World(comm, topology)
         model = tiny_gpt()
         if topology.tensor.size > 1:
-            hpczero.parallel.split(model, topology)
+            hpczero.parallel.split(model, topology, gpt_rule(model.config))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         world.raises(
             ConfigError,
