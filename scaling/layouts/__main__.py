@@ -234,9 +234,8 @@ def _order(rows: list[Row], found: dict[str, dict[int, float]]) -> list[str]:
         for place, (plan, real) in enumerate(zip(by_plan, by_seen, strict=True), start=1)
     ]
     pairs, alike, clear, clear_alike = agreement(foretold, seen)
-    tau = (
-        2 * alike / pairs - 1 if pairs else 0.0
-    )  # of Kendall: 1 for equal orders, -1 for opposite ones
+    # Of Kendall: 1 for equal orders, -1 for opposite ones.
+    tau = 2 * alike / pairs - 1 if pairs else 0.0
     said = (
         f"{alike} of {pairs} pairs of layouts are foretold in the order in which they were seen (Kendall's tau "
         f"{tau:.2f}); of the {clear} pairs whose intervals (up to five rounds: ranges) do not overlap, {clear_alike}."
