@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
@@ -115,10 +116,8 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         for name in turn:
             training = trainings[name]
             before, waited = _sent(topology, options), training.passes.waited_s
-            took = harness.seconds(
-                topology,
-                lambda t=training, name=name: losses[name].extend(t.steps(options.steps)),  # type: ignore[misc]
-            )
+            took, found = harness.timed(topology, partial(training.steps, options.steps))
+            losses[name] += found
             after = _sent(topology, options)
             waits = topology.gather((training.passes.waited_s - waited) / options.steps)
             yield {
