@@ -81,9 +81,8 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     ):
         for case, backend in turn:
             case.refill()
-            spent = [0.0]
-            took = harness.seconds(topology, partial(case.run, groups[backend], spent))
-            cpu = sum(topology.gather(spent[0])) / topology.size
+            took, spent = harness.timed(topology, partial(case.run, groups[backend]))
+            cpu = sum(topology.gather(spent)) / topology.size
             case.compare(backend)
             if number >= 0:
                 what = {**case.words(), "backend": backend, "round": number}
@@ -116,8 +115,8 @@ class Case:
         else:
             self._out.zero_()
 
-    def run(self, group: Any, spent: list[float]) -> None:
-        """The call; ``spent[0]`` is then CPU seconds of all threads of this rank. Collective over ``group``."""
+    def run(self, group: Any) -> float:
+        """The call; CPU seconds of all threads of this rank. Collective over ``group``."""
         import torch.distributed as dist
 
         # The second names are those before torch 2.13.
@@ -130,7 +129,7 @@ class Case:
             "all_reduce": lambda: dist.all_reduce(self._out, group=group),
         }
         calls[self.verb]()
-        spent[0] = time.process_time() - before
+        return time.process_time() - before
 
     def compare(self, backend: str) -> None:
         """Raises HpcZeroError where the result is not that of the calls before."""

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hpczero.errors import ConfigError, HpcZeroError, run
 from scaling.evidence.harness import Common, Report, at_least, in_turns, options_of, record
@@ -178,13 +178,10 @@ def files_of(
     words = f"hpczero.train {TINY}".format(name=name).split()
     done = subprocess.run(
         [*_launched(ranks), *traced(log), sys.executable, "-m", *words],
-        cwd=place,
-        env=_environment(tree),
-        stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
         check=False,
         timeout=LIMIT_S,
+        **_words(tree, place),
     )
     folders = [Path(folder).resolve() for folder in shared]
     folders = folders or [tree, Path(sys.prefix), Path(sys.base_prefix)]
@@ -195,17 +192,18 @@ def files_of(
             f"0 and {ranks}; it said: {done.stderr[-2000:]}"
         )
     for calls in found:
-        yield calls.as_row()
+        yield {**asdict(calls), "shared_names": len(calls.shared_names)}
 
 
 def _launched(ranks: int) -> list[str]:
     return [os.fspath(ROOT / "install/launch.sh"), str(ranks)] if ranks else []
 
 
-def _environment(tree: Path) -> dict[str, str]:
-    """Of a process with the code of ``tree``; a job that hangs ends itself."""
+def _words(tree: Path, place: Path) -> dict[str, Any]:  # Any: of subprocess
+    """Of a process in ``place`` with the code of ``tree``; a job that hangs ends itself."""
     given = {"PYTHONPATH": os.fspath(tree), "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, **given, "HPCZERO_TIMEOUT": str(LIMIT_S)}
+    environment = {**os.environ, **given, "HPCZERO_TIMEOUT": str(LIMIT_S)}
+    return {"cwd": place, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
 
 
 def timed(case: Case, tree: Path, place: Path, name: str) -> Row:
@@ -230,13 +228,7 @@ def timed(case: Case, tree: Path, place: Path, name: str) -> Row:
     errors, said = 0, ""
     began = time.monotonic()
     with subprocess.Popen(
-        command,
-        cwd=place,
-        env=_environment(tree),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **_words(tree, place)
     ) as process:
         assert process.stdout is not None, "asked for"
         for line in process.stdout:
@@ -294,10 +286,6 @@ class Calls:
         if any(f"{name}/".startswith(folder) for folder in shared):
             self.shared += 1
             self.shared_names.add(name)
-
-    def as_row(self) -> dict[str, int]:
-        """For a record: names are counted."""
-        return {**asdict(self), "shared_names": len(self.shared_names)}
 
 
 def traced(log: Path) -> list[str]:

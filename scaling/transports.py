@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from hpczero.errors import ConfigError, HpcZeroError, run
 from scaling.contenders.workload import WORKLOADS
@@ -97,12 +97,9 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     for number, turn in turns:
         samples = batch(workload, step=number + options.warm_up, rank=topology.rank)
         losses: dict[str, float] = {}
-
-        def step(name: str, samples: Any = samples, losses: dict[str, float] = losses) -> None:
-            losses[name] = contenders[name].step(*samples)
-
         for name in turn:
-            took = harness.seconds(topology, partial(step, name))
+            step = partial(contenders[name].step, *samples)
+            took, losses[name] = harness.timed(topology, step)
             if number >= 0:
                 yield {"kind": "step", "transport": name, "round": number, "seconds": took}
         found = {name: topology.gather(loss) for name, loss in sorted(losses.items())}

@@ -188,7 +188,7 @@ class Saver(Rank):
 
             self._checkpoints = Checkpoints(folder, contender.model, background=True)
         checkpoints = self._checkpoints
-        copy_s = self._timed(self._copy)
+        copy_s = self._timed(lambda: [tensor.clone() for tensor in state_tensors(contender)])
         quiet_s = [self._timed(partial(contender.step, *samples)) for _ in range(steps)]
         contender.barrier()
         begin = time.perf_counter()
@@ -206,9 +206,6 @@ class Saver(Rank):
         if self._checkpoints is not None:
             self._checkpoints.close()
         return super().end()
-
-    def _copy(self) -> None:
-        _ = [tensor.clone() for tensor in state_tensors(self._contender)]
 
     def _way(self, way: str) -> Way:
         if way not in self._ways:

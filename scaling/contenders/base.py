@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -75,7 +76,13 @@ class Contender(ABC):
 
 
 class GlooContender(Contender):
-    """Ranks that torch.distributed joins over gloo, on the loopback interface."""
+    """Ranks that torch.distributed joins over gloo, on the loopback interface.
+
+    Attributes:
+        own: settings of this way to train, by name.
+    """
+
+    own: Mapping[str, object] = MappingProxyType({})
 
     def connect(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -88,7 +95,8 @@ class GlooContender(Contender):
         torch.distributed.destroy_process_group()
 
     def settings(self) -> dict[str, str]:
-        return {"transport": "gloo", **versions("torch")}
+        own = {name: str(value) for name, value in self.own.items()}
+        return {"transport": "gloo", **versions("torch"), **own}
 
 
 def gpt(workload: Workload) -> GPT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,16 +39,17 @@ class Independent(base.Contender):
 class DDP(base.GlooContender):
     """Everything whole on every rank. Gradients are views of the buckets, which saves a copy and their memory."""
 
+    own: Mapping[str, object] = {"gradient_as_bucket_view": True}
+
     def build(self, workload: Workload) -> None:
         self.model = DistributedDataParallel(base.gpt(workload), gradient_as_bucket_view=True)
         self.optimizer = base.adamw(self.model.parameters())
 
-    def settings(self) -> dict[str, str]:
-        return {**super().settings(), "gradient_as_bucket_view": "True"}
-
 
 class ZeroRedundancy(base.GlooContender):
     """Stage 1, whole tensors dealt out to ranks. Updated parameters are broadcast bucket by bucket."""
+
+    own: Mapping[str, object] = {**DDP.own, "parameters_as_bucket_view": True}
 
     def build(self, workload: Workload) -> None:
         self.model = DistributedDataParallel(base.gpt(workload), gradient_as_bucket_view=True)
@@ -59,13 +61,14 @@ class ZeroRedundancy(base.GlooContender):
             fused=True,
         )
 
-    def settings(self) -> dict[str, str]:
-        own = {"gradient_as_bucket_view": "True", "parameters_as_bucket_view": "True"}
-        return {**super().settings(), **own}
-
 
 class FSDP2(base.GlooContender):
     """Every block and the root are groups; blocks are given back after forward and gathered again in backward."""
+
+    own: Mapping[str, object] = {
+        "groups": "blocks and root",
+        "reshard_after_forward": "blocks True, root default",
+    }
 
     def build(self, workload: Workload) -> None:
         model = base.gpt(workload)
@@ -76,7 +79,3 @@ class FSDP2(base.GlooContender):
         fully_shard(model, mesh=mesh)
         self.model = model
         self.optimizer = base.adamw(model.parameters())
-
-    def settings(self) -> dict[str, str]:
-        own = {"groups": "blocks and root", "reshard_after_forward": "blocks True, root default"}
-        return {**super().settings(), **own}

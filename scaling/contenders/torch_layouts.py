@@ -40,6 +40,7 @@ class TensorParallel(base.GlooContender):
 
     def __init__(self, tensor: int, sequence: int = 0, precision: str = "fp32") -> None:
         self.tensor, self.sequence, self.precision = tensor, bool(sequence), precision
+        self.own = {"tensor": tensor, "sequence": self.sequence, "precision": precision}
 
     @property
     def data_rank(self) -> int:
@@ -128,10 +129,6 @@ class TensorParallel(base.GlooContender):
         for each in grads:
             torch._foreach_mul_(each, factor)
 
-    def settings(self) -> dict[str, str]:
-        own = {"tensor": str(self.tensor), "sequence": str(self.sequence)}
-        return {**super().settings(), **own, "precision": self.precision}
-
 
 def _regroup(attention: Attention, parts: int) -> None:
     """Order the rows of q, k and v so that each rank's are together, and count own heads.
@@ -177,6 +174,7 @@ class Pipelined(base.GlooContender):
 
     def __init__(self, pipeline: int, micro_batches: int) -> None:
         self.pipeline, self.micro_batches = pipeline, micro_batches
+        self.own = {"stages": pipeline, "micro_batches": micro_batches, "schedule": "Schedule1F1B"}
 
     @property
     def data_rank(self) -> int:
@@ -222,7 +220,3 @@ class Pipelined(base.GlooContender):
         square = torch.nn.utils.get_total_norm(grads).square()
         torch.distributed.all_reduce(square, group=self._group)
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), base.CLIP, square.sqrt())
-
-    def settings(self) -> dict[str, str]:
-        own = {"stages": str(self.pipeline), "micro_batches": str(self.micro_batches)}
-        return {**super().settings(), **own, "schedule": "Schedule1F1B"}

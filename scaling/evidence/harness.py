@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Case = TypeVar("Case")
 Kind = TypeVar("Kind")
+Value = TypeVar("Value")
 
 # Order of fp32 sums; a wrong gradient moves the loss by 1e-2 within a few steps.
 LOSS_TOLERANCE = 1e-4
@@ -134,12 +135,17 @@ def in_turns(
             say(program, f"round {number + 1} of {rounds} done")
 
 
-def seconds(topology: Topology, call: Callable[[], object]) -> float:
-    """Of the slowest rank, from a common start to its own return. Collective; the same on every rank."""
+def timed(topology: Topology, call: Callable[[], Value]) -> tuple[float, Value]:
+    """Seconds of the slowest rank, from a common start to its own return; what ``call`` returns here. Collective."""
     topology.barrier()
     start = time.perf_counter()
-    call()
-    return max(topology.gather(time.perf_counter() - start))
+    value = call()
+    return max(topology.gather(time.perf_counter() - start)), value
+
+
+def seconds(topology: Topology, call: Callable[[], object]) -> float:
+    """As of ``timed``, the same on every rank. Collective."""
+    return timed(topology, call)[0]
 
 
 def placement(topology: Topology) -> str:

@@ -15,10 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-OPTIONS = (
-    "--std=c++17",
-    "-ftz=true",
-)  # ours, and what CuPy adds to every kernel (cupy/cuda/compiler.py)
+# Ours, and what CuPy adds to every kernel (cupy/cuda/compiler.py).
+OPTIONS = ("--std=c++17", "-ftz=true")
 REGISTERS, FRAME_SIZE = 0x2F, 0x11  # attributes of .nv.info: (symbol, figure)
 SIZED = 4  # format of an attribute whose values follow it
 
@@ -42,9 +40,8 @@ class Nvrtc:
 
     def __init__(self, library: Path) -> None:
         """Load it. Raises OSError: it cannot be loaded."""
-        for part in library.parent.glob(
-            "libnvrtc-builtins.so.*"
-        ):  # CUDA 13 opens it by its name alone
+        # CUDA 13 opens it by its name alone.
+        for part in library.parent.glob("libnvrtc-builtins.so.*"):
             ctypes.CDLL(str(part))
         self._library = ctypes.CDLL(str(library))
 
@@ -58,14 +55,12 @@ class Nvrtc:
         Raises:
             CompileError: with the compiler's log.
         """
-        program = ctypes.c_void_p()
-        self._call(
-            "CreateProgram", ctypes.byref(program), source.encode(), b"sum.cu", 0, None, None
-        )
+        program, given = ctypes.c_void_p(), (source.encode(), b"sum.cu", 0, None, None)
+        self._call("CreateProgram", ctypes.byref(program), *given)
         try:
-            given = [f"--gpu-architecture={architecture}", *OPTIONS]
-            options = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
-            refused = self._library.nvrtcCompileProgram(program, len(given), options)
+            words = [word.encode() for word in (f"--gpu-architecture={architecture}", *OPTIONS)]
+            options = (ctypes.c_char_p * len(words))(*words)
+            refused = self._library.nvrtcCompileProgram(program, len(words), options)
             if refused:
                 log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
                 raise CompileError(log.strip() or f"NVRTC refuses {architecture}: code {refused}")
@@ -108,10 +103,8 @@ def find_nvrtc() -> Nvrtc | None:
 
 def _attributes(code: bytes) -> Iterator[tuple[int, int]]:
     """Number and figure of each attribute of a function in the ``.nv.info`` sections of an ELF file."""
-    first, size, count, names_index = (
-        *struct.unpack_from("<Q", code, 40),
-        *struct.unpack_from("<HHH", code, 58),
-    )
+    (first,) = struct.unpack_from("<Q", code, 40)
+    size, count, names_index = struct.unpack_from("<HHH", code, 58)
     # name, type, flags, address, offset, size, ...
     sections = [struct.unpack_from("<IIQQQQ", code, first + i * size) for i in range(count)]
     names = sections[names_index][4]

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -140,11 +140,8 @@ class Peers(NodeLevel):
         return None
 
     @override
-    def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
-        return self._reading(full)
-
     @contextmanager
-    def _reading(self, full: Tensor) -> Iterator[Parts]:
+    def reading(self, full: Tensor) -> Iterator[Parts]:
         yield lambda start, count: [full[start : start + count]] * self.comm.size
 
     @override

@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
@@ -115,10 +116,8 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         for name in turn:
             training = trainings[name]
             before, waited = _sent(topology, options), training.passes.waited_s
-            took = harness.seconds(
-                topology,
-                lambda t=training, name=name: losses[name].extend(t.steps(options.steps)),  # type: ignore[misc]
-            )
+            took, found = harness.timed(topology, partial(training.steps, options.steps))
+            losses[name] += found
             after = _sent(topology, options)
             waits = topology.gather((training.passes.waited_s - waited) / options.steps)
             yield {
@@ -234,9 +233,8 @@ def _order(rows: list[Row], found: dict[str, dict[int, float]]) -> list[str]:
         for place, (plan, real) in enumerate(zip(by_plan, by_seen, strict=True), start=1)
     ]
     pairs, alike, clear, clear_alike = agreement(foretold, seen)
-    tau = (
-        2 * alike / pairs - 1 if pairs else 0.0
-    )  # of Kendall: 1 for equal orders, -1 for opposite ones
+    # Of Kendall: 1 for equal orders, -1 for opposite ones.
+    tau = 2 * alike / pairs - 1 if pairs else 0.0
     said = (
         f"{alike} of {pairs} pairs of layouts are foretold in the order in which they were seen (Kendall's tau "
         f"{tau:.2f}); of the {clear} pairs whose intervals (up to five rounds: ranges) do not overlap, {clear_alike}."

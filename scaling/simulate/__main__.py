@@ -105,24 +105,16 @@ def spreads_of(options: Options, machine: Machine) -> Iterator[Spread]:
     layout.check(stage=options.stage)
     check_model(layout, config)
     check_micro_batches(layout, options.accumulation)
+    names = ("stage", "precision", "micro_batch", "accumulation")
+    same = {name: getattr(options, name) for name in names}
+    same["checkpointing"] = bool(options.checkpointing)
     for ranks in options.ranks:
         for local in options.ranks_per_node or (machine.ranks_per_node,):
             if ranks < 1 or local < 1 or (ranks > local and ranks % local):
                 raise ConfigError(
                     f"--ranks: got {ranks} with {local} on a node, expected whole nodes, or fewer than one"
                 )
-            yield spread_of(
-                config,
-                layout,
-                ranks,
-                local,
-                on_host=False,
-                stage=options.stage,
-                precision=options.precision,
-                micro_batch=options.micro_batch,
-                accumulation=options.accumulation,
-                checkpointing=bool(options.checkpointing),
-            )
+            yield spread_of(config, layout, ranks, local, on_host=False, **same)
 
 
 def rows_of(options: Options, machine: Machine, spreads: Sequence[Spread]) -> Iterator[Row]:
@@ -146,7 +138,7 @@ def _simulated(options: Options, machine: Machine, spread: Spread) -> Row:
     """
     from scaling.simulate.engine import Recorded, Subject, record
     from scaling.simulate.programs import check, expanded
-    from scaling.simulate.replay import COMPUTE, WAITS, Network, replay
+    from scaling.simulate.replay import Network, replay
 
     begin = time.perf_counter()
     subject = Subject(spread, options.parallel, machine)
@@ -172,14 +164,11 @@ def _simulated(options: Options, machine: Machine, spread: Spread) -> Row:
         "planned_nbytes": nbytes,
         "planned_messages": messages,
         "calls": sum(1 for _ in programs[0].calls),
-        "step_s": outcome.step_s,
-        "spent": {what: outcome.mean(what) for what in (COMPUTE, *WAITS)},
+        **outcome.as_row(),
         "idle_s": [min(outcome.idle_s), max(outcome.idle_s)],
         "between_nbytes": max(outcome.between_nbytes),
         "messages": max(outcome.messages),
-        "links": outcome.links,
         "used": outcome.used,
-        "binds": outcome.binds,
         "foretold_s": forecast.step_s,
         "foretold_compute_s": forecast.forward_s + forecast.backward_s + forecast.update_s,
         "took_s": time.perf_counter() - begin,

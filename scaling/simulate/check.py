@@ -14,7 +14,8 @@ import os
 import pickle
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+import timeit
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -136,7 +137,7 @@ def _probe(topology: Topology) -> tuple[float, float, float, float]:
 
     from hpczero.comm import choose
 
-    small = median(_timed(lambda: topology.gather(0.0)) for _ in range(50))
+    small = median(timeit.repeat(lambda: topology.gather(0.0), number=1, repeat=50))
     inside = choose(topology.world, "hierarchical", algorithms="default", overlap=False)
     full = torch.zeros(PROBE_NUMEL * topology.size)
     inside.all_gather(full, name="probe").wait()
@@ -149,8 +150,13 @@ def _probe(topology: Topology) -> tuple[float, float, float, float]:
     between = (topology.num_nodes - 1) * 4 * PROBE_NUMEL
     node = topology.world.node
     block = np.zeros(2**20, dtype=np.float32)
-    pairs = median(_timed(lambda: _ring(node, block)) for _ in range(5)) if node.size > 1 else 1.0
-    found = [small, small / 4, spent / (2 * between), block.nbytes / pairs]
+    rings = timeit.repeat(lambda: _ring(node, block), number=1, repeat=5 if node.size > 1 else 0)
+    found = [
+        small,
+        small / 4,
+        spent / (2 * between),
+        block.nbytes / (median(rings) if rings else 1.0),
+    ]
     rows = [topology.gather(value) for value in found]
     return tuple(median(row) for row in rows)  # type: ignore[return-value]
 
@@ -161,17 +167,11 @@ def _ring(node: Intracomm, block: npt.NDArray[np.float32]) -> None:
     node.Sendrecv(block, right, recvbuf=np.empty_like(block), source=left)
 
 
-def _timed(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
 def _simulated(topology: Topology, case: Case, network: Network) -> Row:
     """What a replay of all ranks' own recordings says. Collective; the same on every rank."""
     from scaling.simulate.engine import Subject, record
     from scaling.simulate.programs import check
-    from scaling.simulate.replay import COMPUTE, WAITS, replay
+    from scaling.simulate.replay import replay
 
     subject = Subject(case.spread, case.options)
     mine = record(subject, topology.rank).program
@@ -179,13 +179,7 @@ def _simulated(topology: Topology, case: Case, network: Network) -> Row:
     programs = [pickle.loads(each) for each in topology.world.comm.allgather(pickle.dumps(mine))]
     check(programs)
     outcome = replay(programs, subject.places, network)
-    return {
-        "step_s": outcome.step_s,
-        "spent": {what: outcome.mean(what) for what in (COMPUTE, *WAITS)},
-        "between_nbytes": outcome.between_nbytes,
-        "links": outcome.links,
-        "binds": outcome.binds,
-    }
+    return {**outcome.as_row(), "between_nbytes": outcome.between_nbytes}
 
 
 def text(rows: list[Row]) -> str:

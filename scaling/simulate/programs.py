@@ -203,12 +203,6 @@ def _members(mesh: Mesh, rank: int, degrees: tuple[str, ...]) -> tuple[int, ...]
     return mesh.members(rank, *degrees)
 
 
-def like(program: Program, rank: int, origins: Mapping[str, Origin], places: Places) -> Program:
-    """The program of ``rank``, which does what the rank of ``program`` does, with its own neighbours."""
-    comms = {name: places.comm(rank, origins[name]) for name in program.comms}
-    return Program(rank, program.lanes, comms)
-
-
 def expanded(
     recorded: Callable[[int], tuple[Program, Mapping[str, Origin]]],
     places: Places,
@@ -236,7 +230,9 @@ def expanded(
         if kind not in kinds:
             kinds[kind] = recorded(rank)
         program, origins = kinds[kind]
-        found.append(like(program, rank, origins, places))
+        # With its own neighbours.
+        comms = {name: places.comm(rank, origins[name]) for name in program.comms}
+        found.append(Program(rank, program.lanes, comms))
     return found
 
 

@@ -20,6 +20,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hpczero.predict.machine import Machine
 from scaling.simulate.programs import (
@@ -79,10 +80,11 @@ class Outcome:
         """Seconds over all ranks."""
         return sum(spent.get(what, 0.0) for spent in self.spent) / len(self.spent)
 
-    @property
-    def binds(self) -> str:
-        """What ranks spend most of the step with."""
-        return max((COMPUTE, *WAITS), key=self.mean)
+    def as_row(self) -> dict[str, Any]:  # Any: JSON
+        """The means of all ranks, and what they spend most of the step with."""
+        spent = {what: self.mean(what) for what in (COMPUTE, *WAITS)}
+        binds = max(spent, key=lambda what: spent[what])
+        return {"step_s": self.step_s, "spent": spent, "links": self.links, "binds": binds}
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,8 @@ class Network:
     @classmethod
     def of(cls, machine: Machine, *, message_s: float) -> Network:
         """Of a described machine."""
-        return cls(
-            node_rate=machine.node_rate,
-            node_latency=machine.node_latency,
-            nics=machine.nics,
-            nic_rate=machine.nic_rate,
-            nic_latency=machine.nic_latency,
-            message_s=message_s,
-        )
+        names = ("node_rate", "node_latency", "nics", "nic_rate", "nic_latency")
+        return cls(**{name: getattr(machine, name) for name in names}, message_s=message_s)
 
     @classmethod
     def none(cls) -> Network:

@@ -34,7 +34,7 @@ from hpczero.job.watchdog import Watchdog
 from hpczero.memory.buffers import Buffer, Memory, Use
 from hpczero.plan.footprint import IN_FLIGHT, Named
 from scaling.hostcost.step import Nobody
-from scaling.simulate.programs import Origin, Places, Post, Receive, Send, Work
+from scaling.simulate.programs import Origin, Places, Post, Receive, Send
 from scaling.simulate.recorder import Recorder
 
 KINDS = ("comm", "ordered", "node", "rail")
@@ -190,9 +190,7 @@ class RecordedGather(Gather):
         self._recorder.open()
         if self.name != "library":
             self._inner(blocks, round_nbytes=round_nbytes)
-        messages = self._inner.messages - self.messages
-        self.messages = self._inner.messages
-        _note(self, self._recorder, blocks.nbytes, messages, self._recorder.close())
+        _note(self, self._inner, self._recorder, blocks.nbytes)
 
     def _gather(self, blocks: Blocks) -> None:
         raise AssertionError("the inner one does it")
@@ -233,10 +231,8 @@ class RecordedExchange(Exchange):
         if not self._is_open:
             return
         self._inner.finish()
-        messages = self._inner.messages - self.messages
-        self.messages = self._inner.messages
-        nbytes, self._nbytes, self._is_open = self._nbytes, 0, False
-        _note(self, self._recorder, nbytes, messages, self._recorder.close())
+        _note(self, self._inner, self._recorder, self._nbytes)
+        self._nbytes, self._is_open = 0, False
 
     @override
     def free(self) -> None:
@@ -244,11 +240,13 @@ class RecordedExchange(Exchange):
 
 
 def _note(
-    algorithm: Gather | Exchange, recorder: Recorder, nbytes: int, messages: int, work: Work
+    algorithm: Gather | Exchange, inner: Gather | Exchange, recorder: Recorder, nbytes: int
 ) -> None:
-    comm = algorithm.comm
+    """Record what was done since ``Recorder.open`` as one call."""
+    comm, work = algorithm.comm, recorder.close()
     assert isinstance(comm, StandIn), "of this study"
-    batches = messages
+    batches = messages = inner.messages - algorithm.messages
+    algorithm.messages = inner.messages
     if algorithm.name == "pairwise":
         each = -(-messages // max(comm.size - 1, 1))
         batches = -(-len(list(steps(comm.size))) * each // IN_FLIGHT)
@@ -354,11 +352,8 @@ class Peers(NodeLevel):
         return None
 
     @override
-    def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
-        return self._reading(full)
-
     @contextmanager
-    def _reading(self, full: Tensor) -> Iterator[Parts]:
+    def reading(self, full: Tensor) -> Iterator[Parts]:
         part = full.numel() // self.comm.size
         self._meet(full, 0)
         if not self.shares_wholes:
@@ -416,6 +411,7 @@ class Labelled(Collectives):
     """Says of each call what it is for."""
 
     lane = ""  # of what goes on beside the model
+    _background: Background | None = None
     all_gather, reduce_scatter = _labelled("all_gather"), _labelled("reduce_scatter")
     total, agree = _labelled("total", "digits"), _labelled("agree", "bits")
     share = _labelled("share", "float64")
@@ -423,7 +419,7 @@ class Labelled(Collectives):
     def __init__(self, recorder: Recorder, *args: Any, **others: Any) -> None:
         self.recorder = recorder
         super().__init__(*args, **others)
-        if getattr(self, "_background", None) is not None:
+        if self._background is not None:
             self._background = Lane(recorder, self.lane)
 
 

@@ -130,7 +130,9 @@ class Options:
 
 def main() -> int:
     """Measure what is not done yet, or submit it; then collect."""
-    words, for_sbatch = _split(sys.argv[1:])
+    words = sys.argv[1:]
+    place = words.index("--") if "--" in words else len(words)
+    words, for_sbatch = words[:place], words[place + 1 :]
     options = parse_command_line(
         Options,
         words,
@@ -278,14 +280,6 @@ def collect(folder: jobs.StudyFolder) -> int:
     say("sweep", f"{len(found)} of {len(points)} points in {folder.rows}; left out: {left_out}")
     say("sweep", f"next: python -m scaling.report {folder.rows}")
     return 0
-
-
-def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """(before, after) a bare ``--``."""
-    if "--" not in words:
-        return words, ()
-    place = words.index("--")
-    return words[:place], words[place + 1 :]
 
 
 if __name__ == "__main__":

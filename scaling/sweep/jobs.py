@@ -38,39 +38,37 @@ NODE_OPTIONS = (
 INDIFFERENT = ("HPCZERO_TIMEOUT", "HPCZERO_SERIES")
 
 
-def local_setting(environment: Mapping[str, str] | None = None) -> Setting:
+def local_setting(environment: Mapping[str, str] = os.environ) -> Setting:
     """Of points that run here."""
     return {"machine": record.machine_name(), **_common(environment)}
 
 
-def slurm_setting(options: Sequence[str], environment: Mapping[str, str] | None = None) -> Setting:
+def slurm_setting(options: Sequence[str], environment: Mapping[str, str] = os.environ) -> Setting:
     """Of points that run as jobs.
 
     Args:
         options: of sbatch, as they were typed.
-        environment: None: that of this process, which its jobs inherit.
+        environment: that of this process, which its jobs inherit.
 
     Raises:
         ConfigError: an option without its value.
     """
-    variables = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for names in map(str.split, NODE_OPTIONS.split(",")):
         variable = f"SBATCH_{names[0].strip('-').upper().replace('-', '_')}"
-        parser.add_argument(*names, default=variables.get(variable))
+        parser.add_argument(*names, default=environment.get(variable))
     try:
         found, _ = parser.parse_known_args(list(options))
     except argparse.ArgumentError as error:
         raise ConfigError(f"after --: got {' '.join(options)!r}: {error}") from error
     chosen = {name: value for name, value in vars(found).items() if value}
-    return {**dict(sorted(chosen.items())), **_common(variables)}
+    return {**dict(sorted(chosen.items())), **_common(environment)}
 
 
-def _common(environment: Mapping[str, str] | None) -> Setting:
-    variables = os.environ if environment is None else environment
+def _common(environment: Mapping[str, str]) -> Setting:
     ours = {
         name: value
-        for name, value in sorted(variables.items())
+        for name, value in sorted(environment.items())
         if name.startswith("HPCZERO_") and name not in INDIFFERENT and value
     }
     return {**record.versions("torch", "mpi4py"), **ours}

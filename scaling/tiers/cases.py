@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partialmethod
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -200,20 +201,15 @@ class Fio:
                     "--fio_mib 0"
                 )
 
-    def read(self) -> None:
-        """Of files that are there already."""
-        self._run("read")
-
-    def write(self) -> None:
-        """Of files that are there already."""
-        self._run("write")
-
     def _run(self, way: str) -> None:
+        """Of files that are there already."""
         rate = 0.0
         with self._topology.agreed(f"run fio, which is to {way}"):
             if self._topology.is_root:
                 rate = self._rate(way)
         self.rate = self._topology.gather(rate)[0]
+
+    read, write = partialmethod(_run, "read"), partialmethod(_run, "write")
 
     def _rate(self, way: str) -> float:
         options = (
