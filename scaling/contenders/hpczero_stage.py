@@ -40,7 +40,10 @@ class Contender(base.Contender):
         offload: Offload | None = None,
         disk: int = 0,
         compiled: int = 0,
+        **others: Any,
     ) -> None:
+        """``others`` are of ``zeroify``."""
+        self._others = others
         self.stage, self.transport, self.overlap = stage, transport, overlap
         self._offload, self._compiled = offload, bool(compiled)
         if disk:
@@ -69,6 +72,7 @@ class Contender(base.Contender):
             transport=self.transport,
             overlap=self.overlap,
             offload=self._offload,
+            **self._others,
         )
 
     def barrier(self) -> None:

@@ -76,6 +76,41 @@ class OnNodes(Common):
         return "-emulated" if self.emulated else ""
 
 
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+
+@dataclass(frozen=True)
+class OnLinks(OnNodes):
+    """Options of measurements that count bytes on links between nodes.
+
+    Attributes:
+        rate_mbit: what a node's link carries; then bytes are counted on its interface eth0. 0: not known.
+    """
+
+    rate_mbit: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate_mbit < 1e9:
+            raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected 0 or above")
+
+    def check_links(self) -> None:
+        """Raises ConfigError: a rate is given, and there is no interface to count bytes on."""
+        if self.rate_mbit and not SENT.exists():
+            raise ConfigError(
+                f"--rate_mbit: got {self.rate_mbit:g}, but {SENT} is missing, where bytes are counted; expected a "
+                "job on hosts with that interface, or leave it out"
+            )
+
+
+def sent_on_links(topology: Topology, options: OnLinks) -> list[float]:
+    """Bytes that each node has put on its link so far; empty where the link is not known. Collective."""
+    if not options.rate_mbit:
+        return []
+    topology.barrier()  # nobody is still sending
+    counts = topology.gather(float(SENT.read_text()))
+    return [counts[ranks[0]] for ranks in topology.world.nodes]
+
+
 def options_of(kind: type[Kind], program: str, *, start: str = "") -> Kind:
     """The options of this process's command line; as ``parse_command_line``, with the defaults of ``kind``.
 

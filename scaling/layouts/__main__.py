@@ -15,11 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-from hpczero.errors import ConfigError, run
+from hpczero.errors import run
 from scaling.evidence import harness
 from scaling.evidence.plot import Bar, Panels, as_bars
 from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
@@ -30,19 +29,15 @@ if TYPE_CHECKING:
     from hpczero.job.topology import Topology
     from scaling.layouts.training import Training
 
-SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-
 
 @dataclass(frozen=True)
 class Options(TurnsOfLayouts):
     """What to measure.
 
     Attributes:
-        rate_mbit: what a node's link carries; then bytes are counted on its interface eth0. 0: not known.
         algorithms: between nodes, as in --parallel.algorithms.
     """
 
-    rate_mbit: float = 0.0
     algorithms: str = "auto"
 
 
@@ -72,11 +67,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     from scaling.layouts.training import Training
 
     with topology.agreed("choose the layouts"):
-        if options.rate_mbit and not SENT.exists():
-            raise ConfigError(
-                f"--rate_mbit: got {options.rate_mbit:g}, but {SENT} is missing, where bytes are counted; expected a "
-                "job on hosts with that interface, or leave it out"
-            )
+        options.check_links()
         cases = cases_on(topology.world.nodes, options, options.only)
     yield run_row(
         options,
@@ -115,10 +106,10 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     for number, turn in harness.in_turns([*trainings], options.rounds, order, program="layouts"):
         for name in turn:
             training = trainings[name]
-            before, waited = _sent(topology, options), training.passes.waited_s
+            before, waited = harness.sent_on_links(topology, options), training.passes.waited_s
             took, found = harness.timed(topology, partial(training.steps, options.steps))
             losses[name] += found
-            after = _sent(topology, options)
+            after = harness.sent_on_links(topology, options)
             waits = topology.gather((training.passes.waited_s - waited) / options.steps)
             yield {
                 "kind": "turn",
@@ -133,15 +124,6 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         _check(losses)
     for training in trainings.values():
         training.close()
-
-
-def _sent(topology: Topology, options: Options) -> list[float]:
-    """Bytes that each node has put on its link so far; empty where the link is not known. Collective."""
-    if not options.rate_mbit:
-        return []
-    topology.barrier()  # nobody is still sending
-    counts = topology.gather(float(SENT.read_text()))
-    return [counts[ranks[0]] for ranks in topology.world.nodes]
 
 
 def _check(losses: dict[str, list[float]]) -> None:

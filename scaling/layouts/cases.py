@@ -17,7 +17,7 @@ from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, MeasuredKernels
 from hpczero.predict.model import Prediction, predict
 from scaling.contenders.workload import gpt_sizes
-from scaling.evidence.harness import OnNodes, at_least
+from scaling.evidence.harness import OnLinks, at_least
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class TurnsOfLayouts(Sizes, OnNodes):
+class TurnsOfLayouts(Sizes, OnLinks):
     """Options of measurements whose layouts take turns.
 
     Attributes:
@@ -64,20 +64,17 @@ class TurnsOfLayouts(Sizes, OnNodes):
         rounds: measured turns of each layout; from 6 on there is a 95 % interval of the median.
         steps: of a turn.
         warm_up: steps of each layout before the first round.
-        rate_mbit: what a node's link carries.
     """
 
     only: tuple[int, ...] = ()
     rounds: int = 7
     steps: int = 2
     warm_up: int = 2
-    rate_mbit: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        OnLinks.__post_init__(self)
         at_least(self, rounds=1, steps=1, warm_up=1)
-        if not 0 <= self.rate_mbit < 1e9:
-            raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected 0 or above")
 
 
 @dataclass(frozen=True)
