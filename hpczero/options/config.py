@@ -164,6 +164,16 @@ class ParallelOptions(LayoutOptions, ShardingOptions):
         super().__post_init__()
         if self.nodes is not None:
             node_shape(self.nodes, "parallel.nodes")
+        if self.gather != "exact" and (self.stage != 3 or self.auto):
+            got = (
+                "parallel.auto, which may choose another stage"
+                if self.auto
+                else f"stage {self.stage}"
+            )
+            raise ConfigError(
+                f"parallel.gather: got {self.gather} beside {got}; parameters are gathered for forward and backward at "
+                "stage 3 alone, expected parallel.stage 3, or parallel.gather exact"
+            )
         algorithms = self.algorithms
         require(algorithms.isascii(), "parallel.algorithms", algorithms, "names of algorithms")
 

@@ -25,7 +25,7 @@ from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Buffer, Use
 from hpczero.plan import Plan, UnitSpec
-from hpczero.plan.layout import Slot
+from hpczero.plan.layout import Coding, Slot
 from hpczero.zero.units.guard import (
     Guard,
     LateUpdate,
@@ -348,7 +348,7 @@ class WholeParameters:
         self._comm = comm
         stage, precision = plan.stage, plan.precision
         self._sharded = stage.shards_parameters
-        self._coding = plan.coding(spec, gathers=True) if self._sharded else None
+        self._plan = plan
         layout, index, coded = spec.layout, comm.group.index, spec.codec is not None
         self.mine = slice(index * layout.shard_numel, (index + 1) * layout.shard_numel)
         in_flight = self._sharded and (given_back or coded or not comm.footprint.lasting)
@@ -375,6 +375,11 @@ class WholeParameters:
         self.holds = 0
         self._lent = False  # see [Note: Kept views]
         self.doubtful = ""
+
+    @property
+    def _coding(self) -> Coding | None:
+        """In which the parameters travel between nodes; a unit that was frozen may train by now."""
+        return self._plan.coding(self.spec, gathers=True) if self._sharded else None
 
     @property
     def flat(self) -> Tensor:
@@ -423,7 +428,8 @@ class WholeParameters:
             self.state = UnitState.GATHERING
             return
         self._buffer.take()
-        if self._coding is not None and not exact:
+        coding = self._coding
+        if coding is not None and not exact:
             # Ranks that share the buffer may still compute with what the codes of before have left there.
             self._start_gather(self.flat, again=True, coded=read)
         else:
@@ -431,17 +437,17 @@ class WholeParameters:
                 read(self.flat[self.mine])
             else:
                 self._marks.read(read, self.flat[self.mine])
-            self._start_gather(self.flat, again=self._coding is None)
+            self._start_gather(self.flat, again=coding is None)
         self.state = UnitState.GATHERING  # not before: memory may run out
 
     def _start_gather(
         self, flat: Tensor, *, again: bool = False, coded: Callable[[Tensor], None] | None = None
     ) -> None:
         """Start to bring all ranks' slices of ``flat`` together; ``coded`` reads that of this rank. Collective."""
-        codes, name = None, self.spec.name
-        if self._coding is not None and coded is not None:
+        codes, name, coding = None, self.spec.name, self._coding
+        if coding is not None and coded is not None:
             # One draw for a step: forward and backward compute with the same values.
-            codes = SentCodes(self._coding, f"step {self._comm.calls.step}, values of {name}")
+            codes = SentCodes(coding, f"step {self._comm.calls.step}, values of {name}")
         try:
             self._work = self._comm.all_gather(
                 flat, name=name, again=again, read=coded, codes=codes
