@@ -166,6 +166,7 @@ SCALING = House(
         "report": "report",
         "start": "measurements",
         "transports": "measurements",
+        "codes": "measurements",
     },
     {
         "measurements": "Measurements that are one file each.",
