@@ -356,9 +356,12 @@ class Plan:
         sizes = sorted({unit.layout.numel for unit in self.units})
         spread = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
         mib = 2**20
+        sent_as = (("parameters", self.precision.gather), ("gradients", self.precision.reduce))
+        coded = " and ".join(f"{what} as {form}" for what, form in sent_as if form in CODES)
         units = (
             f"plan: stage {int(self.stage)}, {self.precision.param} parameters, "
-            f"{self.numel:,} parameters{of} (+{self.padding_numel:,} padding) in "
+            + (f"between nodes {coded}, " if coded else "")
+            + f"{self.numel:,} parameters{of} (+{self.padding_numel:,} padding) in "
             f"{len(self.units)} units of {spread} over {self.num_shards} shards"
         )
         staging = f" + staging {memory.staging / mib:,.1f}" if memory.staging else ""
