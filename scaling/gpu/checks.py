@@ -19,6 +19,7 @@ import torch
 
 from hpczero.accelerator import HostAccelerator, be_deterministic, choose_accelerator
 from hpczero.errors import CommError, run
+from hpczero.kernels.codes import BITS, BLOCK, decode, encode, key_of
 from hpczero.kernels.source import tree_sum_source
 from hpczero.kernels.tree_sum import tree_sum
 from scaling.evidence.record import Row, mpi_library
@@ -85,6 +86,26 @@ def kernels(bench: Bench) -> Iterator[Row]:
                 "wrong": ", ".join(wrong),
                 **compiled(bench, dtype, count),
             }
+    for form in BITS:
+        yield {"kernel": f"codes {form}", **_codes(bench, form, copy_rate)}
+
+
+def _codes(bench: Bench, form: str, copy_rate: float) -> Row:
+    """Codes made and read on the device against the host's, bit by bit; fp32 bytes encoded in a second."""
+    key = None if form == "nf4" else key_of("step 1")
+    values = torch.randn(SUM_NUMEL // BLOCK * BLOCK, generator=torch.Generator().manual_seed(1))
+    found = []
+    for device in (torch.device("cpu"), bench.accelerator.device):
+        there = values.to(device)
+        words = torch.zeros(len(values) // BLOCK * (BITS[form] * 2 + 1), device=device)
+        encode(there, words, form, key=key, first=BLOCK)
+        decode(words.view(1, -1), there.view(1, -1), form)
+        found.append((words.cpu().view(torch.int32), there.cpu().view(torch.int32)))
+    many = bench.empty(bench.sizes.kernel_nbytes // 8 // BLOCK * BLOCK).fill_(1)
+    words = bench.empty(len(many) // BLOCK * (BITS[form] * 2 + 1))
+    rate = many.nbytes / bench.device_seconds(lambda: encode(many, words, form, key=key))
+    equal = all(map(torch.equal, *found))
+    return {"gb_per_s": rate / 1e9, "of_copy": rate / copy_rate, "bits_equal": equal}
 
 
 def compiled(bench: Bench, dtype: torch.dtype, count: int) -> Row:

@@ -230,6 +230,9 @@ gpu_checks.tree_sum = wrong
     lanes = ("default lane", "own lane", "own lane again")
     assert {row["wrong"] for row in sums} == {", ".join(f"unaligned ({lane})" for lane in lanes)}
     assert not any(row["bits_equal"] for row in sums)
+    codes = [row for row in rows if row["kernel"].startswith("codes")]
+    assert len(codes) == 3
+    assert all(row["bits_equal"] for row in codes)
 
 
 @pytest.mark.limit(120)
