@@ -96,7 +96,7 @@ def _codes(bench: Bench, form: str, copy_rate: float) -> Row:
     values = torch.randn(SUM_NUMEL // BLOCK * BLOCK, generator=torch.Generator().manual_seed(1))
     found = []
     for device in (torch.device("cpu"), bench.accelerator.device):
-        there = values.to(device)
+        there = values.to(device, copy=True)
         words = torch.zeros(len(values) // BLOCK * (BITS[form] * 2 + 1), device=device)
         encode(there, words, form, key=key, first=BLOCK)
         decode(words.view(1, -1), there.view(1, -1), form)
