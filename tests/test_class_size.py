@@ -13,7 +13,7 @@ LARGER = {
     # The parts of one sharded model stand side by side here, and in no other place; a step and gradients ask it.
     "Sharding": (28, 27),
     # One state machine over one buffer: who may use it, and who may write to it, decide together when it is given back.
-    "WholeParameters": (24, 18),
+    "WholeParameters": (25, 20),
     # The contract of a transport, public: ten verbs to write, the others say what every transport has in common.
     "Collectives": (26, 9),
     # Two levels behind that contract, each of which it asks; what differs between nodes is seams that subclasses fill.

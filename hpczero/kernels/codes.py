@@ -8,7 +8,7 @@ Codes are the nearest ones, or drawn: then the expected value is the value itsel
 they were decoded with, and ``encode(decode(x)) == x`` bit for bit.
 
 Scales are fp32. Those of ``int4`` are bf16, rounded up, and so up to 1/128 larger: there an fp32 scale would be an
-eighth of all bytes.
+eighth of all bytes. Blocks without an element above 1e-36 may be off by more than that.
 
 A block with a value that is not finite decodes to NaN as a whole, so an overflow is seen wherever it came from. Zeros
 stay zeros. Every operation here is exact or rounded once as IEEE 754 says, so hosts and devices make the same codes.
@@ -29,6 +29,9 @@ CHUNK_NUMEL = 2**18  # elements that are looked at together
 BLOCK = 64  # elements that share a scale
 BITS = {"int8": 8, "int4": 4, "nf4": 4}
 SHORT_SCALES = ("int4",)
+LARGEST_BF16 = torch.finfo(
+    torch.bfloat16
+).max  # a block with more in it comes back up to 1/256 smaller
 EVEN_LEVELS = {"int8": 127, "int4": 7}  # codes -n..n
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -116,7 +119,8 @@ def decode(words: Tensor, out: Tensor, form: str) -> None:
 
 def _drawn(first: int, count: int, key: Key, device: torch.device) -> Tensor:
     """(count,) fp32 of 24 random bits, 0 included and 1 not, for elements ``first`` and on."""
-    mixed = _counted(device)[:count] + (first & 0x7FFFFFFF) if first else _counted(device)[:count]
+    signed = (first + 2**31) % 2**32 - 2**31  # of 32 bits, which wrap here and in ``+``
+    mixed = _counted(device)[:count] + signed
     mixed = mixed ^ key[0]  # a new tensor: what follows writes to it
     mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF)).mul_(MIX[0]).bitwise_xor_(key[1])
     mixed.bitwise_xor_((mixed >> 15).bitwise_and_(0x1FFFF)).mul_(MIX[1])
@@ -154,7 +158,8 @@ def _rounded_up(scale: Tensor) -> Tensor:
     """The next bf16 from each fp32 upwards, as fp32; no value is below 0."""
     near = scale.to(torch.bfloat16)
     above = (near.view(torch.int16) + 1).view(torch.bfloat16)
-    return torch.where(near.float() < scale, above, near).float()
+    up = torch.where(near.float() < scale, above, near).float()
+    return torch.where(scale.isfinite(), up.clamp(max=LARGEST_BF16), scale)
 
 
 @cache

@@ -133,10 +133,10 @@ def coded_width(coding: Coding, chunk: int) -> int:
 
 
 def coded_nbytes(coding: Coding, nodes: int, round_nbytes: int = ROUND_BYTES) -> int:
-    """Bytes of the buffers of such a reduction: rows of codes, and the sums that they are made of and become."""
+    """Bytes of the buffers of such a reduction for what is sent and comes; sums before and after are beside them."""
     chunk = coded_chunk(coding, nodes, round_nbytes)
     turns = rail_turns(coding.layout.shard_numel, chunk)
-    return 2 * nodes * FP32_BYTES * (turns * coded_width(coding, chunk) + chunk)
+    return 2 * nodes * FP32_BYTES * turns * coded_width(coding, chunk)
 
 
 def rail_turns(shard_numel: int, chunk: int) -> int:

@@ -14,6 +14,7 @@ from hpczero.errors import ConfigError, PlanError
 from hpczero.plan.footprint import FP32_BYTES as FP32_BYTES
 from hpczero.plan.footprint import (
     Footprint,
+    coded_chunk,
     coded_nbytes,
     exchange_chunk,
     places_in_turn,
@@ -274,26 +275,20 @@ class Plan:
             places = [*places, max(sizes, default=0)]
         if footprint.nodes == 1:
             return sum(places)
-        shards = {unit.layout.shard_numel for unit in self.trainable_units}
         wire = self.wire_itemsize(footprint)
         rail = (footprint.nodes, wire, footprint.round_nbytes)
         alone = wire == item and self.num_shards == footprint.nodes
-        held = [footprint.rail_nbytes(shard, wire, alone=alone) for shard in shards]
-        if self.precision.reduce in CODES:
-            held = [self._rail_nbytes(unit, footprint) for unit in self.trainable_units]
-        rows = footprint.rows_of_peers(self.num_shards)
-        inside = rows * item * max((rail_chunk(shard, *rail) for shard in shards), default=0)
-        return sum(places) + max(held, default=0) + inside + self._rows_nbytes(footprint.nodes)
-
-    def _rail_nbytes(self, unit: UnitSpec, footprint: Footprint) -> int:
-        coding = self.coding(unit)
-        if coding is not None:
-            return coded_nbytes(coding, footprint.nodes, footprint.round_nbytes)
-        alone = self.wire_itemsize(footprint) == self.precision.param_itemsize
-        return footprint.rail_nbytes(
-            unit.layout.shard_numel,
-            self.wire_itemsize(footprint),
-            alone=alone and self.num_shards == footprint.nodes,
+        codings = [c for unit in self.trainable_units if (c := self.coding(unit)) is not None]
+        plain = {u.layout.shard_numel for u in self.trainable_units if self.coding(u) is None}
+        between = (footprint.nodes, footprint.round_nbytes)
+        held = [footprint.rail_nbytes(shard, wire, alone=alone) for shard in plain]
+        held += [coded_nbytes(coding, *between) for coding in codings]
+        chunks = [rail_chunk(shard, *rail) for shard in plain]
+        chunks += (of_codes := [coded_chunk(coding, *between) for coding in codings])
+        sums = 2 * footprint.nodes * FP32_BYTES * max(of_codes, default=0)
+        inside = footprint.rows_of_peers(self.num_shards) * item * max(chunks, default=0)
+        return (
+            sum(places) + max(held, default=0) + sums + inside + self._rows_nbytes(footprint.nodes)
         )
 
     def _rows_nbytes(self, nodes: int) -> int:

@@ -172,6 +172,9 @@ def check_copies(units: Sequence[Unit], topology: Topology, modifier_rank: int) 
 def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[None]:
     """Context: all parameters are whole. Collective over world.
 
+    With ``Precision(gather="int8")`` they are what passes compute with. With a ``modifier_rank`` they are the masters'
+    values, and a graph of before refuses its backward, as torch does where parameters have changed.
+
     Args:
         model: zeroified.
         modifier_rank: world rank whose changes of parameters and persistent buffers all ranks, and the optimizer's
@@ -205,15 +208,15 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
                         unit.whole.check_certain()
                 if modifier_rank is not None and in_use and state.precision.gather != "exact":
                     raise StepError(
-                        f"rank {state.topology.rank}: gathered(modifier_rank={modifier_rank}) inside a forward or "
-                        f"backward, whose parameters are {state.precision.gather} codes of the values "
-                        "(precision.gather); expected it between steps, where values are exact"
+                        f"rank {state.topology.rank}: gathered(modifier_rank={modifier_rank}) inside a forward, a "
+                        f"backward or another gathered, whose parameters are {state.precision.gather} codes of the "
+                        "values (precision.gather); expected it outside, where the values themselves can be changed"
                     )
             for unit in units:
                 unit.whole.doubtful = ""
             # The outer block sees what was changed.
             nested = any(unit.whole.holds for unit in units)
-            _hold(units)
+            _hold(units, exact=modifier_rank is not None)
             state.answer_transformers()
     first_node, ended, fine = next_node_number(), False, False
     try:
@@ -228,6 +231,10 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
             found = state.collectives.agree(mine, name="gathered")
             if modifier_rank is not None:
                 _keep_changes(state, modifier_rank)
+                if state.precision.gather != "exact":
+                    # A graph of before saw codes of the values, and would go on with the values themselves.
+                    for unit in units:
+                        unit.note_step(range(len(unit.parameters)))
                 schedule.parameters_changed()
             elif found[0]:
                 _refuse_changes(state)
@@ -266,8 +273,10 @@ def finish_update(model: nn.Module) -> None:
     sharding(model).step.finish_updates()
 
 
-def _hold(units: Sequence[Unit]) -> None:
+def _hold(units: Sequence[Unit], *, exact: bool) -> None:
     """Make all whole, and keep them so: a forward inside must not give back what was changed. Collective.
+
+    ``exact``: the masters' values, which may be changed; else those that passes compute with.
 
     Raises:
         TierError: on every rank; nothing is whole then. After any exception nothing is held.
@@ -275,7 +284,7 @@ def _hold(units: Sequence[Unit]) -> None:
     held: list[Unit] = []
     try:
         for unit in units:
-            unit.unshard(exact=True)
+            unit.unshard(exact=exact)
         for unit in units:
             unit.whole.wait_for_unshard()
             held.append(unit)

@@ -50,7 +50,7 @@ def drawn_and_decoded(values: Floats, most: int, text: str, first: int) -> Float
     scale = np.abs(blocks).max(1, keepdims=True, initial=0)
     if most == 7:  # up to the next 16 bits
         scale = ((scale.view(np.uint32) + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32)
-        scale[np.isinf(scale)] = np.nan
+        scale = np.minimum(scale, np.float32(2.0**127 * (2 - 2.0**-7)))
     level = blocks / np.where(scale == 0, np.float32(1), scale) * np.float32(most)
     codes = np.clip(np.floor(level + drawn.reshape(-1, 64)), -most, most).astype(np.float32)
     return np.float32((codes + np.float32(0)) / np.float32(most) * scale).reshape(-1)

@@ -63,9 +63,11 @@ def test_transports_train_the_same_bits_and_near_the_exact_ones(world: World, st
 @CODES
 @pytest.mark.parametrize("transport", ["hierarchical", "window"])
 @pytest.mark.parametrize("param", ["fp32", "bf16"])
-def test_bytes_sent_and_held_are_those_of_the_plan(world: World, transport, param, form):
+@pytest.mark.parametrize("hidden", [18, 256])
+def test_bytes_sent_and_held_are_those_of_the_plan(world: World, transport, param, form, hidden):
     precision = hpczero.Precision(param=param, reduce=form)
-    with world.gpt(transport=transport, precision=precision) as (model, optimizer, sharding):
+    sizes = {"hidden": hidden}
+    with world.gpt(sizes, transport=transport, precision=precision) as (model, optimizer, sharding):
         trained(world, 0, 1, model, optimizer)
         stats, footprint = sharding.collectives.stats, sharding.collectives.footprint
         stats.reset()
@@ -223,20 +225,16 @@ def test_bytes_of_parameters_in_codes_are_those_of_the_plan(world: World, transp
             world.check(0.13 < share < 0.4, share)
 
 
-def test_exact_values_are_shown_changed_and_saved_between_steps(world: World, tmp_path):
+def test_exact_values_are_changed_and_saved(world: World, tmp_path):
     folder = world.comm.bcast(str(tmp_path))
     with world.gpt(precision=WEIGHTS) as (model, optimizer, _):
         trained(world, 0, 2, model, optimizer)
-        name = "blocks.0.mlp.up.weight"
         name = next(n for n, p in model.named_parameters() if p.dim() == 2 and "blocks.0" in n)
         before = hpczero.full_state_dict(model)
-        with hpczero.gathered(model):
-            shown = {n: p.detach().clone() for n, p in model.named_parameters()}
-        if before is not None:
-            world_equal = all(torch.equal(before[n], value) for n, value in shown.items())
-        world.check(before is None or world_equal)
         with hpczero.gathered(model, modifier_rank=0), torch.no_grad():
+            shown = {n: p.detach().clone() for n, p in model.named_parameters()}
             dict(model.named_parameters())[name].mul_(2.0)
+        world.check(before is None or all(torch.equal(before[n], v) for n, v in shown.items()))
         after = hpczero.full_state_dict(model)
         shown[name] *= 2.0
         world.check(after is None or all(torch.equal(after[n], v) for n, v in shown.items()))
@@ -245,6 +243,62 @@ def test_exact_values_are_shown_changed_and_saved_between_steps(world: World, tm
     with world.gpt(precision=WEIGHTS) as (model, optimizer, _):
         hpczero.checkpoint.load(folder, model)
         world.check(same(trained(world, 2, 2, model, optimizer), expected))
+
+
+@pytest.mark.parametrize("secondary", [False, True])
+@pytest.mark.parametrize("transport", ["hierarchical", "window"])
+def test_gathered_shows_what_passes_compute_with(world: World, transport, secondary):
+    """A look at the parameters between forward and backward, and a penalty on them, change no bit of a gradient."""
+    options: dict[str, Any] = {"transport": transport, "secondary": secondary}
+    tokens = tiny_tokens(world.rank)
+    found = []
+    for looks in (False, True, True):
+        with world.gpt(precision=WEIGHTS, **options) as (model, _, _):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            if looks:
+                with hpczero.gathered(model):
+                    penalty = sum(p.square().sum() for p in model.parameters() if p.dim() == 2)
+                loss = loss + 0.0 * penalty
+            loss.backward()
+            found.append([loss.detach(), *hpczero.full_gradients(model).values()])
+    for other in found[1:]:
+        world.check(same(found[0], other))
+
+
+def test_values_that_may_have_changed_are_no_more_those_of_a_graph(world: World):
+    with world.gpt(precision=WEIGHTS) as (model, optimizer, _):
+        tokens = tiny_tokens(world.rank)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        with hpczero.gathered(model, modifier_rank=0):
+            pass
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+
+
+def test_optimizers_that_step_in_turn_keep_the_values_of_the_others(world: World):
+    """As with a generator and its critic: a pass between two steps of one round."""
+    runs = []
+    for transport, secondary in (("flat", False), ("hierarchical", True), ("window", True)):
+        model = tiny_gpt()
+        parts: tuple[list[torch.nn.Parameter], ...] = ([], [])
+        for name, parameter in model.named_parameters():
+            parts["blocks.1" in name].append(parameter)
+        optimizers = [torch.optim.Adam(part, lr=0.01) for part in parts]
+        options: dict[str, Any] = {"transport": transport, "secondary": secondary}
+        with world.zeroified(model, optimizers, precision=WEIGHTS, **options):
+            losses = []
+            for number in range(6):
+                tokens = tiny_tokens(10 * number + world.rank)
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+                loss.backward()
+                optimizers[number % 2].step()
+                for each in optimizers:
+                    each.zero_grad()
+                losses.append(loss.detach())
+            runs.append(losses)
+    for other in runs[1:]:
+        world.check(same(runs[0], other), f"{runs[0]} {other}")
 
 
 def test_a_pass_and_its_repetition_in_a_step_see_the_same_values(world: World):

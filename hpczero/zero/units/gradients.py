@@ -26,6 +26,7 @@ from hpczero.errors import StepError
 from hpczero.memory.buffers import DTYPES, Buffer, Use
 from hpczero.plan import Plan, UnitSpec
 from hpczero.plan.layout import ShardLayout
+from hpczero.plan.precision import CODES
 from hpczero.zero.units.away_shard import GradientRest
 from hpczero.zero.units.guard import (
     own_gradient,
@@ -604,7 +605,9 @@ class UnitGradients:
         ``finish`` follows.
         """
         accumulate = self._prepare_reduced()
-        codes, coding = None, self._plan.coding(self._spec)
+        codes, coding = None, None
+        if self._plan.precision.reduce in CODES:
+            coding = self._plan.coding(self._spec)
         if coding is not None:
             step, turn = self._comm.calls.step, self.usage.reductions
             codes = SentCodes(coding, f"step {step}, {turn}, {self._spec.name}")

@@ -25,7 +25,7 @@ from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Buffer, Use
 from hpczero.plan import Plan, UnitSpec
-from hpczero.plan.layout import Coding, Slot
+from hpczero.plan.layout import Slot
 from hpczero.zero.units.guard import (
     Guard,
     LateUpdate,
@@ -348,7 +348,8 @@ class WholeParameters:
         self._comm = comm
         stage, precision = plan.stage, plan.precision
         self._sharded = stage.shards_parameters
-        self._plan = plan
+        self._plan, self._coded = plan, self._sharded and precision.gather != "exact"
+        self._draw: int | None = None  # which draws the codes of the values as they are
         layout, index, coded = spec.layout, comm.group.index, spec.codec is not None
         self.mine = slice(index * layout.shard_numel, (index + 1) * layout.shard_numel)
         in_flight = self._sharded and (given_back or coded or not comm.footprint.lasting)
@@ -375,11 +376,6 @@ class WholeParameters:
         self.holds = 0
         self._lent = False  # see [Note: Kept views]
         self.doubtful = ""
-
-    @property
-    def _coding(self) -> Coding | None:
-        """In which the parameters travel between nodes; a unit that was frozen may train by now."""
-        return self._plan.coding(self.spec, gathers=True) if self._sharded else None
 
     @property
     def flat(self) -> Tensor:
@@ -428,29 +424,40 @@ class WholeParameters:
             self.state = UnitState.GATHERING
             return
         self._buffer.take()
-        coding = self._coding
-        if coding is not None and not exact:
+        codes = None if exact or not self._coded else self._codes()
+        if codes is not None:
             # Ranks that share the buffer may still compute with what the codes of before have left there.
-            self._start_gather(self.flat, again=True, coded=read)
+            self._start_gather(self.flat, again=True, read=read, codes=codes)
         else:
             if self._marks is None:
                 read(self.flat[self.mine])
             else:
                 self._marks.read(read, self.flat[self.mine])
-            self._start_gather(self.flat, again=coding is None)
+            self._start_gather(self.flat, again=not (exact and self._coded))
         self.state = UnitState.GATHERING  # not before: memory may run out
 
+    def _codes(self) -> SentCodes | None:
+        """As what the parameters travel between nodes; a unit that was frozen may train by now."""
+        coding = self._plan.coding(self.spec, gathers=True)
+        if coding is None:
+            return None
+        # One draw until the values change: forward and backward compute with the same.
+        if self._draw is None:
+            self._draw = self._comm.calls.step
+        return SentCodes(coding, f"step {self._draw}, values of {self.spec.name}")
+
     def _start_gather(
-        self, flat: Tensor, *, again: bool = False, coded: Callable[[Tensor], None] | None = None
+        self,
+        flat: Tensor,
+        *,
+        again: bool = False,
+        read: Callable[[Tensor], None] | None = None,
+        codes: SentCodes | None = None,
     ) -> None:
-        """Start to bring all ranks' slices of ``flat`` together; ``coded`` reads that of this rank. Collective."""
-        codes, name, coding = None, self.spec.name, self._coding
-        if coding is not None and coded is not None:
-            # One draw for a step: forward and backward compute with the same values.
-            codes = SentCodes(coding, f"step {self._comm.calls.step}, values of {name}")
+        """Start to bring all ranks' slices of ``flat`` together; arguments as of ``all_gather``. Collective."""
         try:
             self._work = self._comm.all_gather(
-                flat, name=name, again=again, read=coded, codes=codes
+                flat, name=self.spec.name, again=again, read=read, codes=codes
             )
         except BaseException as error:  # whatever a signal handler of the program's own raises
             if self._comm.group.size > 1:  # else nothing was sent
@@ -518,6 +525,11 @@ class WholeParameters:
         """The values are others from now on: what the transport keeps of them must not serve the next unshard."""
         if self._comm.secondary is not None:
             self._comm.secondary.forget(self.spec.name)
+        self._draw = None
+
+    def draw_anew(self, number: int) -> None:
+        """``number`` draws the codes of the values of now: the step that they are for, whoever asks first."""
+        self._draw = number
 
     def wait_for_update(self, *, late: bool = False) -> None:
         """Return when parameters that stay whole have the values of ``update``; with ``late`` whoever asks may wait."""

@@ -652,6 +652,8 @@ class Step:
         """The model gets the new values; ``ended`` were kept whole for a backward."""
         for unit in stepper.slots:
             unit.refresh()
+            # A pass may come before another optimizer's step ends this one.
+            unit.whole.draw_anew(self._comm.calls.step + 1)
         for unit, own in stepper.slots.items():
             unit.whole.wait_for_update(late=len(self.steppers) == 1)
             # A graph may need parameters of other optimizers. Where the unit was kept whole for it, they are gone.
