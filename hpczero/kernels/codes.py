@@ -7,8 +7,9 @@ Codes are the nearest ones, or drawn: then the expected value is the value itsel
 [Note: Nearest codes are stable] The largest level is exactly 1. Therefore the scale of decoded values is the scale that
 they were decoded with, and ``encode(decode(x)) == x`` bit for bit.
 
-Scales are fp32. Those of ``int4`` are bf16, rounded up, and so up to 1/128 larger: there an fp32 scale would be an
-eighth of all bytes. Blocks without an element above 1e-36 may be off by more than that.
+``int8`` and ``nf4`` are for values at rest, with fp32 scales. ``sent8`` and ``sent4`` are for values that are sent:
+their scales are bf16, rounded up, and so up to 1/128 larger; fp32 scales would be 6 and 11 % of all bytes. Blocks
+without an element above 1e-36 may be off by more than that.
 
 A block with a value that is not finite decodes to NaN as a whole, so an overflow is seen wherever it came from. Zeros
 stay zeros. Every operation here is exact or rounded once as IEEE 754 says, so hosts and devices make the same codes.
@@ -27,12 +28,12 @@ from torch import Tensor
 
 CHUNK_NUMEL = 2**18  # elements that are looked at together
 BLOCK = 64  # elements that share a scale
-BITS = {"int8": 8, "int4": 4, "nf4": 4}
-SHORT_SCALES = ("int4",)
+BITS = {"int8": 8, "nf4": 4, "sent8": 8, "sent4": 4}
+SHORT_SCALES = ("sent8", "sent4")
 LARGEST_BF16 = torch.finfo(
     torch.bfloat16
 ).max  # a block with more in it comes back up to 1/256 smaller
-EVEN_LEVELS = {"int8": 127, "int4": 7}  # codes -n..n
+EVEN_LEVELS = {"int8": 127, "sent8": 127, "sent4": 7}  # codes -n..n
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -60,7 +61,7 @@ def encode(
     Args:
         values: (n,) fp32, n a multiple of BLOCK.
         out: (n * bits / 32 + n / BLOCK,) fp32 words, whose bits hold the codes; with SHORT_SCALES half as many scales.
-        form: a name of BITS: ``int8`` and ``int4`` have even levels, ``nf4`` has nearest codes only.
+        form: a name of BITS: all but ``nf4`` have even levels, ``nf4`` has nearest codes only.
         key: draws codes: each is the level below or above, in proportion. None takes the nearest.
         first: number of the first element, by which codes are drawn: equal keys and numbers draw equally.
     """

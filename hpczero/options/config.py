@@ -27,9 +27,9 @@ class ShardingOptions:
         stage: ZeRO stage. 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         precision: of parameters and activations; bf16 and fp16 keep fp32 masters.
         reduce: of gradients' partial sums that travel between nodes and between replicas; bf16 sends half as much, and
-            rounds each node's sum once. int8 and int4 send codes, 1.06 and 0.53 bytes an element, that are drawn so
+            rounds each node's sum once. int8 and int4 send codes, 1.03 and 0.53 bytes an element, that are drawn so
             that their mean is the sum; norms and biases stay fp32. Sums themselves are fp32.
-        gather: at stage 3, of parameters that travel between nodes: exact, or int8 for codes of 1.06 bytes an element,
+        gather: at stage 3, of parameters that travel between nodes: exact, or int8 for codes of 1.03 bytes an element,
             with which every rank computes; norms and biases stay as they are.
         nodes: treat the ranks as GxL, G nodes of L ranks, such as 2x2; None: HPCZERO_FAKE_NODES, else ask MPI.
         transport: how ranks exchange parameters and gradients: flat, hierarchical (between nodes, then inside), window

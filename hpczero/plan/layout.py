@@ -139,9 +139,10 @@ class ShardLayout:
 # Source: Dettmers et al., QLoRA, NeurIPS 2023, sec. 3; 8-bit Optimizers via Block-wise Quantization, ICLR 2022, sec.
 # 2.1; Wang et al., ZeRO++, arXiv 2306.10209, sec. 3.1 and 3.3.
 
-BITS = {"int8": 8, "int4": 4, "nf4": 4}
-SCALE_BYTES = {"int8": 4, "int4": 2, "nf4": 4}
+BITS = {"int8": 8, "nf4": 4, "sent8": 8, "sent4": 4}
+SCALE_BYTES = {"int8": 4, "nf4": 4, "sent8": 2, "sent4": 2}
 AT_REST = ("int8", "nf4")
+SENT = {"int8": "sent8", "int4": "sent4"}  # by the names of options
 FP32_BYTES = 4
 
 
@@ -150,7 +151,8 @@ class Codec:
     """One form.
 
     Attributes:
-        name: ``int8``: 255 even levels; ``int4``: 15 even levels; ``nf4``: the 16 levels of QLoRA's NormalFloat.
+        name: at rest ``int8``: 255 even levels, ``nf4``: the 16 levels of QLoRA's NormalFloat; of what is sent
+            ``sent8`` and ``sent4``: 255 and 15 even levels, with short scales.
         block: elements that share a scale.
     """
 
@@ -178,7 +180,7 @@ class Codec:
     def nbytes(self, numel: int) -> int:
         """Bytes of ``numel`` elements, a multiple of the block, in whole words.
 
-        1.0625 each in int8, 0.53125 in int4, 0.5625 in nf4.
+        1.0625 each in int8, 0.5625 in nf4, 1.03125 in sent8, 0.53125 in sent4.
         """
         scales = numel // self.block * SCALE_BYTES[self.name]
         return numel * self.bits // 8 + -(-scales // FP32_BYTES) * FP32_BYTES
@@ -205,9 +207,9 @@ class Coding:
     @lru_cache(maxsize=4096)  # a plan asks again for every prediction
     def of(cls, layout: ShardLayout, name: str) -> Coding | None:
         """The coding ``int8`` or ``int4`` of a unit; None for another name, or where codes save nothing."""
-        if name not in ("int8", "int4") or not layout.shard_numel:
+        if name not in SENT or not layout.shard_numel:
             return None
-        coding = cls(layout, Codec(name))
+        coding = cls(layout, Codec(SENT[name]))
         return coding if coding.words(0, layout.shard_numel) < layout.shard_numel else None
 
     @cached_property

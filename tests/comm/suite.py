@@ -307,7 +307,7 @@ class CodesSuite(CollectivesSuite):
             )
 
     def _said(self, coding: Coding, text: str, values: Floats) -> Floats:
-        layout, most = coding.layout, {"int8": 127, "int4": 7}[coding.codec.name]
+        layout, most = coding.layout, {"sent8": 127, "sent4": 7}[coding.codec.name]
         small = np.zeros(layout.padded_numel, dtype=bool)
         for slot in layout.slots:
             if len(slot.shape) < 2:

@@ -48,7 +48,7 @@ def drawn_and_decoded(values: Floats, most: int, text: str, first: int) -> Float
     drawn = (mixed & np.uint32(0xFFFFFF)).astype(np.float32) * np.float32(2.0**-24)
     blocks = values.reshape(-1, 64)
     scale = np.abs(blocks).max(1, keepdims=True, initial=0)
-    if most == 7:  # up to the next 16 bits
+    if scale.size:  # up to the next 16 bits
         scale = ((scale.view(np.uint32) + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32)
         scale = np.minimum(scale, np.float32(2.0**127 * (2 - 2.0**-7)))
     level = blocks / np.where(scale == 0, np.float32(1), scale) * np.float32(most)
