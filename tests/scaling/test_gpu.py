@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpczero.errors import ConfigError
+from hpczero.kernels.codes import BITS
 from hpczero.models.config import parameter_count
 from scaling.evidence.record import Row
 from scaling.gpu import jobs as gpu_jobs
@@ -231,7 +232,7 @@ gpu_checks.tree_sum = wrong
     assert {row["wrong"] for row in sums} == {", ".join(f"unaligned ({lane})" for lane in lanes)}
     assert not any(row["bits_equal"] for row in sums)
     codes = [row for row in rows if row["kernel"].startswith("codes")]
-    assert len(codes) == 3
+    assert [row["kernel"] for row in codes] == [f"codes {form}" for form in BITS]
     assert all(row["bits_equal"] for row in codes)
 
 
