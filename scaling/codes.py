@@ -1,6 +1,8 @@
-"""One training step with exact and with coded messages between nodes: ``mpirun -n 4 python -m scaling.codes``.
+"""One training step with all and with fewer bytes between nodes: ``mpirun -n 4 python -m scaling.codes``.
 
     python -m tests.cluster --hosts 4 --ranks-per-host 1 --rate 250 -- -m scaling.codes --rate_mbit 250 --emulated
+
+A GPT sends codes. A recommender, ``--workload dlrm``, sends of its tables the rows that a batch touches.
 
 All models stay resident; in each round each takes one step, in an order drawn anew. Ratios are formed within a round.
 """
@@ -8,7 +10,7 @@ All models stay resident; in each round each takes one step, in an order drawn a
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpczero.errors import run
 from hpczero.plan.precision import Precision
-from scaling.contenders.workload import WORKLOADS
+from scaling.contenders.workload import RECOMMENDER, WORKLOADS
 from scaling.evidence import harness
 from scaling.evidence.plot import Bar, Panels, as_bars
 from scaling.evidence.record import Row, emulated, head_of, of_kind, run_row, where_and_when
@@ -26,7 +28,7 @@ from scaling.evidence.spread import Spread, by_round, paired, table_of, with_spr
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
 
-# By their names in tables. Parameters travel in codes at stage 3 only.
+# By their names in tables; the others are compared with the first. Parameters travel in codes at stage 3 only.
 FORMS: dict[str, dict[str, Any]] = {
     "exact": {},
     "sums in bf16": {"precision": Precision(reduce="bf16")},
@@ -38,6 +40,9 @@ FORMS: dict[str, dict[str, Any]] = {
         "secondary": True,
     },
 }
+ROWS: dict[str, dict[str, Any]] = {"whole tables": {}, "rows": {"sparse_gradients": True}}
+
+SENT = ("all_gather", "reduce_scatter", "ask_rows", "fetch_rows", "reduce_rows", "spread_rows")
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,9 @@ class Options(harness.OnLinks):
         warm_up: steps before the first round.
     """
 
-    workload: Literal["gpt-8x512", "gpt-8x512-short", "gpt-12x768", "tiny"] = "gpt-8x512-short"
+    workload: Literal["gpt-8x512", "gpt-8x512-short", "gpt-12x768", "tiny", "dlrm"] = (
+        "gpt-8x512-short"
+    )
     stage: Literal[0, 1, 2, 3] = 3
     rounds: int = 7
     warm_up: int = 2
@@ -75,12 +82,15 @@ def _name(topology: Topology, options: Options) -> str:
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
     """All rows, the same on every rank. Collective."""
     import hpczero
-    from scaling.contenders.base import batch
-    from scaling.contenders.hpczero_stage import Contender
+    from scaling.contenders import base, hpczero_stage
 
     with topology.agreed("look for the links"):
         options.check_links()
-    workload = WORKLOADS[options.workload]
+    workload: Any = RECOMMENDER
+    made: type[hpczero_stage.Contender] = hpczero_stage.RecommenderContender
+    batch: Callable[..., Any] = base.clicks
+    if options.workload in WORKLOADS:
+        workload, made, batch = WORKLOADS[options.workload], hpczero_stage.Contender, base.batch
     yield run_row(
         options,
         "rate_mbit stage rounds",
@@ -88,11 +98,11 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         workload=workload.name,
         description=workload.describe(),
     )
-    contenders: dict[str, Contender] = {}
-    for name, form in FORMS.items():
+    contenders: dict[str, hpczero_stage.Contender] = {}
+    for name, form in (ROWS if workload is RECOMMENDER else FORMS).items():
         if options.stage < 3 and form.get("precision", Precision()).gather != "exact":
             continue
-        contender = contenders[name] = Contender(options.stage, "auto", **form)
+        contender = contenders[name] = made(options.stage, "auto", **form)
         contender.join(topology)
         contender.build(workload)
         sharding = hpczero.sharding(contender.model)
@@ -113,7 +123,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
             before = harness.sent_on_links(topology, options)
             took, loss = harness.timed(topology, partial(contenders[name].step, *samples))
             after = harness.sent_on_links(topology, options)
-            mine = sum(stats.sent_nbytes[kind] for kind in ("all_gather", "reduce_scatter"))
+            mine = sum(stats.sent_nbytes[kind] for kind in SENT)
             sent, losses = topology.gather(float(mine)), topology.gather(loss)
             if number >= 0:
                 yield {
@@ -142,19 +152,21 @@ def text(rows: list[Row]) -> str:
     def of_form(name: str, what: str) -> list[list[float]]:
         return [row[what] for row in of_kind(rows, "step") if row["form"] == name]
 
+    first = next(iter(found))
+
     def ratio(name: str) -> str:
-        return "1" if name == "exact" else with_spread(paired(found["exact"], found[name]), 2)
+        return "1" if name == first else with_spread(paired(found[first], found[name]), 2)
 
     def per_rank(name: str, what: str) -> str:
         counted = [mean(nodes) for nodes in of_form(name, what) if nodes]
-        return f"{median(counted) / 1e6:.1f}" if counted else "not counted"
+        return f"{median(counted) / 1e6:.4g}" if counted else "not counted"
 
     shown = table_of(
         found,
         {
             "between nodes": str,
             "s per step": lambda name: with_spread(Spread.of(found[name].values()), 2),
-            "exact / this": ratio,
+            f"{first} / this": ratio,
             "MB sent per rank": lambda name: per_rank(name, "sent_nbytes"),
             "MB on each host's link": lambda name: per_rank(name, "on_links_nbytes"),
         },

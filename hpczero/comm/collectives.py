@@ -532,19 +532,24 @@ CHUNK = 2**28  # elements of one message: MPI counts bytes in 32 bits
 
 
 def trade(
-    collectives: Collectives, outgoing: Sequence[Sequence[Tensor]], *, name: str
+    collectives: Collectives,
+    outgoing: Sequence[Sequence[Tensor]],
+    *,
+    name: str,
+    operation: str = "trade",
+    comm: MPI.Intracomm | None = None,
 ) -> list[list[Tensor]]:
     """Send the tensors ``outgoing[index]`` to each rank, and get (ranks,) what each has sent to this one.
 
     Blocking. Collective over ``collectives.group``, in the order of ``group.ordered``. ``outgoing`` has any number of
-    flat fp32 tensors for each rank, of any length and in memory of the host. Bits are moved, not numbers. ``name`` is
-    for messages.
+    flat fp32 tensors for each rank, of any length and in memory of the host. Bits are moved, not numbers. ``name`` and
+    ``operation`` are for messages and accounts; ``comm`` is another communicator of the same ranks in the same order.
     """
     group = collectives.group
     packed = [_packed(tensors) for tensors in outgoing]
     sent = sum(each.nbytes for place, each in enumerate(packed) if place != group.index)
-    with collectives.calls.issue("trade", name, sent, key=0):  # each rank sends as much as it has
-        return [_unpacked(each) for each in _traded(group.ordered, packed)]
+    with collectives.calls.issue(operation, name, sent, key=0):  # each rank sends as much as it has
+        return [_unpacked(each) for each in _traded(comm or group.ordered, packed)]
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:

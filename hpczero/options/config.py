@@ -31,6 +31,8 @@ class ShardingOptions:
             that their mean is the sum; norms and biases stay fp32. Sums themselves are fp32.
         gather: at stage 3, of parameters that travel between nodes: exact, or int8 for codes of 1.03 bytes an element,
             with which every rank computes; norms and biases stay as they are.
+        sparse_gradients: of embeddings, only the rows that a batch touches travel: of gradients, and at stage 3 of
+            parameters, where the embedding is a unit by itself or in the root unit. The result is the same.
         nodes: treat the ranks as GxL, G nodes of L ranks, such as 2x2; None: HPCZERO_FAKE_NODES, else ask MPI.
         transport: how ranks exchange parameters and gradients: flat, hierarchical (between nodes, then inside), window
             (the same with shared memory inside), ipc (the same with peers' device memory inside); auto:
@@ -50,6 +52,7 @@ class ShardingOptions:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     gather: Literal["exact", "int8"] = "exact"
+    sparse_gradients: bool = False
     nodes: str | None = None
     transport: Transport = "auto"
     algorithms: str = "auto"

@@ -266,6 +266,8 @@ class UnitSpec:
         partial: slots of whose gradients every tensor rank has a part of the sum (``Placement.partial``).
         kept: slots that every tensor rank holds whole, where the model is a part of one.
         codec: form in which the values rest and travel, if that is not their own.
+        row: of a table of which only rows that a batch touches travel: elements of a row; else 0. Shards are whole
+            rows.
     """
 
     name: str
@@ -277,6 +279,7 @@ class UnitSpec:
     partial: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     codec: Codec | None = None
+    row: int = 0
 
     @property
     def rest_nbytes(self) -> int | None:

@@ -62,7 +62,8 @@ def unit_traffic(
     Sharded parameters are gathered for forward and again for backward, in every micro step, unless the node keeps them
     whole. Otherwise one gather follows the update, of the updated parameters. With a replicated optimizer a gather of
     the reduced fp32 gradient follows every reduction instead. Partial sums travel between nodes in the dtype they are
-    rounded to. Of codes, elements are those of the parameters, and bytes those of the codes.
+    rounded to. Of codes, elements are those of the parameters, and bytes those of the codes. Rows of tables depend on
+    the batch and are not counted.
     """
     layout, codec, stage = unit.layout, unit.codec, plan.stage
     shards, shard, item = layout.num_shards, layout.shard_numel, plan.precision.param_itemsize
@@ -78,8 +79,10 @@ def unit_traffic(
     wire = plan.wire_itemsize(footprint)
     way = _way(footprint, shards, shard, wire)
     shared = footprint.reads_peers
-    reductions = synced if unit.trainable else 0
-    if stage.shards_parameters and not footprint.lasting:
+    reductions = synced if unit.trainable and not unit.row else 0
+    if unit.row and stage.shards_parameters:
+        gathers, gather_itemsize = 0, item
+    elif stage.shards_parameters and not footprint.lasting:
         gathers, gather_itemsize = 2 * micro_steps, item
     elif stage.shards_optimizer:
         gathers, gather_itemsize = int(unit.trainable), item
@@ -275,6 +278,8 @@ class UnitPeak:
             self.whole += whole  # each rank's own, on every transport
             self.ahead += wire
             self.wire = max(self.wire, wire)
+        elif sharded and unit.row:
+            self.whole += whole  # each rank's own, in a lookup
         elif sharded and not footprint.lasting:
             share = -(-whole // footprint.copies)
             self.whole += share

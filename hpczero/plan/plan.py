@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, PlanError
@@ -22,7 +23,7 @@ from hpczero.plan.footprint import (
     rail_chunk,
     replicas_nbytes,
 )
-from hpczero.plan.layout import Codec, Coding, ShardLayout, UnitSpec, owners
+from hpczero.plan.layout import DEFAULT_ALIGN, Codec, Coding, ShardLayout, UnitSpec, owners
 from hpczero.plan.memory import (
     ADAM_STATE_BYTES,
     MemoryPlan,
@@ -97,6 +98,7 @@ class Plan:
         rule: UnitRule,
         groups: Mapping[str, int] | None = None,
         codec: Codec | None = None,
+        tables: Mapping[str, int] | None = None,
     ) -> Plan:
         """Group the parameters of ``model`` into units. Allocates and communicates nothing; not collective.
 
@@ -112,12 +114,15 @@ class Plan:
             groups: optimizer group of each trainable parameter by qualified name; None puts all into group 0.
             codec: form of frozen parameters of two dimensions or more, outside of the root unit; they are units of
                 their own then.
+            tables: parameters of which only rows travel, by qualified name, and elements of a row
+                (``plan.rules.tables_of``); ``rule`` makes each a unit.
 
         Raises:
             ConfigError: the stage or precision is unknown.
             PlanError: units overlap, or a unit has mixed or unusable dtypes, or ``codec`` finds no such parameter.
         """
         precision = Precision.of(precision)
+        tables = tables or {}
         owner = owners(model, rule(model))
         part = part_of(model) or ModelPart(())
         members: dict[tuple[tuple[str, ...], bool, bool], list[str]] = {}
@@ -146,7 +151,9 @@ class Plan:
                 UnitSpec(
                     name=title,
                     modules=modules,
-                    layout=ShardLayout.pack(shapes, num_shards),
+                    layout=ShardLayout.pack(
+                        shapes, num_shards, align=lcm(DEFAULT_ALIGN, tables.get(names[0], 1))
+                    ),
                     groups=tuple(group[n] for n in names),
                     trainable=trainable,
                     uncounted=tuple(i for i, each in enumerate(placed) if not each.counted),
@@ -155,6 +162,7 @@ class Plan:
                         i for i, each in enumerate(placed) if part.names and each.dim is None
                     ),
                     codec=form,
+                    row=tables.get(names[0], 0),
                 )
             )
         return cls(Stage.of(stage), precision, num_shards, tuple(units))
@@ -163,6 +171,11 @@ class Plan:
     def trainable_units(self) -> tuple[UnitSpec, ...]:
         """Units that have gradients, in unit order."""
         return tuple(unit for unit in self.units if unit.trainable)
+
+    @cached_property
+    def _summed(self) -> tuple[UnitSpec, ...]:
+        """Units whose whole gradients are summed: of tables rows are."""
+        return tuple(unit for unit in self.trainable_units if not unit.row)
 
     @property
     def numel(self) -> int:
@@ -199,13 +212,17 @@ class Plan:
         plain = [unit for unit in self.units if unit.codec is None]
         full = sum(unit.layout.padded_numel for unit in plain)
         trainable = sum(unit.layout.padded_numel for unit in self.trainable_units)
+        tables = sum(unit.layout.padded_numel for unit in self.trainable_units if unit.row)
         frozen = full - trainable
         owned = trainable // self.num_shards if stage.shards_optimizer else trainable
         if stage.shards_optimizer and (footprint.lasting or not stage.shards_parameters):
             # Each rank of a node counts a part of each whole unit, which need not divide.
+            at_rest = [unit for unit in plain if not (unit.row and stage.shards_parameters)]
             parameters = sum(
-                -(-item * unit.layout.padded_numel // footprint.copies) for unit in plain
+                -(-item * unit.layout.padded_numel // footprint.copies) for unit in at_rest
             )
+            if stage.shards_parameters and not self.precision.has_masters:
+                parameters += FP32_BYTES * tables // self.num_shards
         elif stage.shards_parameters:
             # At rest only masters exist; in fp32 the master is the parameter.
             parameters = item * frozen // self.num_shards
@@ -217,7 +234,7 @@ class Plan:
         parameters += sum(-(-each[0] * nbytes // each[1]) for nbytes in codes)
         in_place = footprint.sums_in_place(self.num_shards, item) and not apart
         kept = stage.keeps_local_gradients and not in_place
-        gradients = FP32_BYTES * owned + (item * trainable if kept else 0)
+        gradients = FP32_BYTES * owned + (item * (trainable - tables) if kept else 0)
         states, trained = StateBytes.of(optimizer_bytes), [u.layout for u in self.trainable_units]
         return MemoryPlan(
             parameters=parameters,
@@ -240,14 +257,14 @@ class Plan:
             peak.add(
                 unit, self.precision.param_itemsize, footprint, sharded=self.stage.shards_parameters
             )
-            if unit.trainable and local and not footprint.reads_peers:
+            if unit.trainable and not unit.row and local and not footprint.reads_peers:
                 peak.gradients += unit.layout.padded_numel * self.precision.param_itemsize
         root = live.pop(("",), UnitPeak()).alone
         return root + largest_together(list(live.values()), overlap=footprint.overlap)
 
     def exchange_nbytes(self, footprint: Footprint | None = None) -> int:
         """Bytes of the buffers through which gradients come to the ranks that sum them."""
-        largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
+        largest = max((unit.layout.shard_numel for unit in self._summed), default=0)
         over_replicas = replicas_nbytes(footprint, largest, self.node_itemsize) if footprint else 0
         return self._shards_nbytes(footprint) + over_replicas
 
@@ -256,7 +273,7 @@ class Plan:
             return 0
         if footprint is not None and (footprint.ranks > 1 or footprint.nodes > 1):
             return self._place_nbytes(footprint)
-        largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
+        largest = max((unit.layout.shard_numel for unit in self._summed), default=0)
         return exchange_chunk(largest, self.num_shards, self.precision.param_itemsize) * (
             self.num_shards * self.precision.param_itemsize
         )
@@ -264,7 +281,7 @@ class Plan:
     def _place_nbytes(self, footprint: Footprint) -> int:
         """Bytes of the places or messages by which peers get gradients, and of partial sums between nodes."""
         item = self.precision.param_itemsize
-        sizes = [unit.layout.padded_numel * item for unit in self.trainable_units]
+        sizes = [unit.layout.padded_numel * item for unit in self._summed]
         private = not footprint.reads_peers
         places = [] if private or self.stage.keeps_local_gradients else places_in_turn(sizes)
         if footprint.pulls and self.stage.shards_optimizer:
@@ -278,8 +295,8 @@ class Plan:
         wire = self.wire_itemsize(footprint)
         rail = (footprint.nodes, wire, footprint.round_nbytes)
         alone = wire == item and self.num_shards == footprint.nodes
-        codings = [c for unit in self.trainable_units if (c := self.coding(unit)) is not None]
-        plain = {u.layout.shard_numel for u in self.trainable_units if self.coding(u) is None}
+        codings = [c for unit in self._summed if (c := self.coding(unit)) is not None]
+        plain = {u.layout.shard_numel for u in self._summed if self.coding(u) is None}
         between = (footprint.nodes, footprint.round_nbytes)
         held = [footprint.rail_nbytes(shard, wire, alone=alone) for shard in plain]
         held += [coded_nbytes(coding, *between) for coding in codings]
@@ -301,7 +318,8 @@ class Plan:
     def coding(self, unit: UnitSpec, *, gathers: bool = False) -> Coding | None:
         """As what the gradient of ``unit``, or its parameters in gathers, travel between nodes; None: in a dtype."""
         form = self.precision.gather if gathers else self.precision.reduce
-        return Coding.of(unit.layout, form) if unit.trainable and form in CODES else None
+        coded = unit.trainable and not unit.row and form in CODES
+        return Coding.of(unit.layout, form) if coded else None
 
     @property
     def node_itemsize(self) -> int:
@@ -353,11 +371,13 @@ class Plan:
         mib = 2**20
         sent_as = (("parameters", self.precision.gather), ("gradients", self.precision.reduce))
         coded = " and ".join(f"{what} as {form}" for what, form in sent_as if form in CODES)
+        tables = sum(unit.row > 0 for unit in self.units)
         units = (
             f"plan: stage {int(self.stage)}, {self.precision.param} parameters, "
             + (f"between nodes {coded}, " if coded else "")
             + f"{self.numel:,} parameters{of} (+{self.padding_numel:,} padding) in "
             f"{len(self.units)} units of {spread} over {self.num_shards} shards"
+            + (f"; of {tables} tables the rows that a batch touches travel" if tables else "")
         )
         staging = f" + staging {memory.staging / mib:,.1f}" if memory.staging else ""
         held = (
@@ -371,6 +391,7 @@ class Plan:
         sent = (
             f"  sent per rank and step: {traffic.nbytes / mib:,.1f} MiB in "
             f"{traffic.all_gathers} all-gathers and {traffic.reduce_scatters} reduce-scatters"
+            + (", and rows of tables" if tables else "")
         )
         if footprint is not None and footprint.ranks > 1:
             as_messages = self.traffic().nbytes / mib

@@ -6,9 +6,13 @@ whole during the whole forward.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
+
 from torch import nn
 
 from hpczero.errors import PlanError
+from hpczero.plan.layout import owners
 from hpczero.plan.placement import part_of
 from hpczero.plan.plan import UnitRule
 
@@ -85,6 +89,46 @@ def _pack_container(path: str, container: nn.Module) -> list[tuple[str, ...]]:
     if packed:
         units.append(tuple(packed))
     return units
+
+
+def tables_of(model: nn.Module, rule: UnitRule, *, every: bool) -> dict[str, int]:
+    """Weights of embeddings of which only the rows that a batch touches travel: qualified name, elements of a row.
+
+    They are those of ``nn.Embedding`` and ``nn.EmbeddingBag`` that train, that no other module has, and that ``rule``
+    leaves to the root unit or to a unit of small layers.
+
+    Args:
+        model: any module.
+        rule: which modules form units.
+        every: all of them; else those of modules with ``sparse=True``.
+    """
+    users: Counter[int] = Counter()
+    for module in model.modules():
+        users.update(id(p) for p in module.parameters(recurse=False))
+    owner = owners(model, rule(model))
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if not name or not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        own = [key for key, _ in module.named_parameters()]
+        unit = owner.get(f"{name}.weight")
+        alone = own == ["weight"] and users[id(module.weight)] == 1
+        trains = module.weight.requires_grad and module.weight.numel() > 0
+        free = unit == ("",) or (unit is not None and name in unit)
+        if alone and trains and free and (every or module.sparse):
+            found[f"{name}.weight"] = module.weight.shape[1]
+    return found
+
+
+def with_tables(rule: UnitRule, tables: Collection[str]) -> UnitRule:
+    """``rule``, where each of ``tables``, weights by qualified name, is a unit of its own."""
+    apart = [name.rpartition(".")[0] for name in tables]
+
+    def ruled(model: nn.Module) -> list[tuple[str, ...]]:
+        rest = [tuple(each for each in unit if each not in apart) for unit in rule(model)]
+        return [*((name,) for name in apart), *filter(None, rest)]
+
+    return ruled if apart else rule
 
 
 def by_class(*classes: type[nn.Module]) -> UnitRule:

@@ -443,7 +443,7 @@ class Unfreezing:
                 "group with them before the next forward (optimizer.add_param_group), or freeze them again"
             )
         if units:
-            check_embeddings(sharding.model, trains=True)
+            check_embeddings(sharding.model)
         places = {name: waiting.pop(name) for name in names}
         return Change(units, places, waiting)
 

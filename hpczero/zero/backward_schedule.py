@@ -258,7 +258,10 @@ class Residence:
             unit.reshard(retain=unit in self.kept)
 
     def make_whole(self, units: Sequence[Unit]) -> None:
-        """Wait until ``units`` are whole. The unshard of what comes after them has then started."""
+        """Wait until ``units`` are whole, but for tables. The unshard of what comes after them has then started."""
+        units = [unit for unit in units if not unit.whole.by_rows]
+        if not units:
+            return
         for unit in units:
             unit.unshard()
         if self._read_ahead is not None:
@@ -439,7 +442,8 @@ class BackwardSchedule:
         """Hook of one parameter. Autograd calls it when it has left the gradient there."""
         name = unit.spec.layout.slots[position].name
         places, task = self._place, torch._C._current_graph_task_id
-        take, whole, sharded = unit.gradients.capture, unit.whole, self._sharded
+        take, whole = unit.gradients.capture, unit.whole
+        sharded = self._sharded and not whole.by_rows
 
         # Runs for every parameter in every backward: what can be looked up before is.
         def hook(parameter: Tensor) -> None:

@@ -76,13 +76,12 @@ class NotForDDP:
         )
 
 
-def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> None:
+def check_modules(model: nn.Module, precision: Precision) -> None:
     """Refuse what torch or the optimizer would fail at later, or what would make ranks differ.
 
     Args:
         model: as built.
         precision: precision that its parameters will have.
-        trains: whether there is an optimizer.
 
     Raises:
         PlanError: the message names the module or parameter, and what to do instead.
@@ -108,10 +107,10 @@ def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> No
             _check_half(title, module, precision)
         if any(p.is_meta for p in module.parameters(recurse=False)):
             _check_meta(title, module)
-    check_embeddings(model, trains=trains)
+    check_embeddings(model)
 
 
-def check_embeddings(model: nn.Module, *, trains: bool) -> None:
+def check_embeddings(model: nn.Module) -> None:
     """As ``check_modules``, of embeddings alone, whose weight may have been unfrozen."""
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -123,11 +122,6 @@ def check_embeddings(model: nn.Module, *, trains: bool) -> None:
                 "its own batch, and the optimizer's copy not at all; build it with max_norm=None and scale the rows "
                 "that forward looked up, or the weight after the step inside `with hpczero.gathered(model, "
                 "modifier_rank=0):`"
-            )
-        if module.sparse and trains and module.weight.requires_grad:
-            raise PlanError(
-                f"{title} has sparse=True, and sparse gradients cannot be summed over ranks in shards; build it with "
-                "sparse=False"
             )
 
 

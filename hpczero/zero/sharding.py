@@ -93,7 +93,8 @@ class Sharding:
         self.advice = Advice(model, self.topology)
         parameters = dict(model.named_parameters())
         apart = any(GRADIENT in shard.parts for shard in away.shards.values())
-        reducer = Reducer(collectives, apart=apart)
+        tables = any(spec.row for spec in plan.units)
+        reducer = Reducer(collectives, apart=apart, tables=tables)
         self._over_tensor: Collectives | None = None
         if any(spec.partial for spec in plan.units):
             self._over_tensor = Flat(
@@ -371,6 +372,7 @@ class Sharding:
             if own is not None:
                 module.__dict__[name] = own
         self.step.detach()
+        self._reducer.close()
         self.collectives.close()
         if self._over_tensor is not None:
             self._over_tensor.close()

@@ -36,7 +36,7 @@ from hpczero.plan.offloaded import ADAM_STATES, ITEM, OffloadedPlan, windows_of
 from hpczero.plan.placement import part_of
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import CODES, Precision
-from hpczero.plan.rules import default_rule
+from hpczero.plan.rules import default_rule, tables_of, with_tables
 from hpczero.tier import DiskTier, HostTier, InPlaceTier, Tier
 from hpczero.zero.buffers import persistent_buffers
 from hpczero.zero.filling import Initializer, KnownValues, bind, fill, loaded_later, way_of
@@ -284,6 +284,7 @@ def zeroify(
     algorithms: str = "auto",
     overlap: bool = True,
     secondary: bool = False,
+    sparse_gradients: bool = False,
     device: str | Accelerator | None = None,
     initialize: Initializer | None = None,
     offload: Offload | None = None,
@@ -306,6 +307,9 @@ def zeroify(
         topology: the ranks; None takes MPI's world, until ``release``.
         precision: "fp32", "bf16", "fp16" or a Precision.
         rule: which modules form units; None: ``plan.rules.default_rule``.
+        sparse_gradients: of embeddings that are units by themselves, only the rows that a batch touches travel: of
+            gradients, and at stage 3 of parameters. Modules with ``sparse=True`` need no such word. Never changes a bit
+            of the result. See ``plan.rules.tables_of``.
         transport: "flat", "hierarchical", "window", "ipc", "auto" (the fastest that works), or a Collectives over
             ``topology``.
         algorithms: between nodes: "auto" (measured at the first start), "measure", "default", or by name, as in
@@ -362,7 +366,7 @@ def zeroify(
         _check_fresh(model, initialize, accelerator)
         bind(initialize, model, part_of(model))
         trains = len(optimizers) > 0
-        check_modules(model, precision, trains=trains)
+        check_modules(model, precision)
         if trains:
             for each in optimizers:
                 check_optimizer(each)
@@ -378,16 +382,18 @@ def zeroify(
                 f"secondary: a copy of gathered parameters, and stage {int(stage)} keeps them whole; use stage=3, or "
                 "leave it out"
             )
+        offload, rule = offload or Offload(), rule or default_rule
+        tables = row_tables(model, rule, topology, offload, asked=sparse_gradients)
         plan = Plan.build(
             model,
             num_shards=topology.shard.size,
             stage=stage,
             precision=precision,
-            rule=rule or default_rule,
+            rule=with_tables(rule, tables),
             groups=groups,
             codec=codec,
+            tables=tables,
         )
-        offload = offload or Offload()
         parts = parts_of(offload, plan, optimizers)
     chosen = [*parts, repr(dataclasses.replace(offload, folder=None))]
     check_equal_plans(plan, model, optimizers, topology, chosen, way_of(initialize))
@@ -643,6 +649,30 @@ def check_codes(
         raise ConfigError(
             f"precision.gather: got {precision.gather} and {wrong}; expected exact there"
         )
+
+
+def row_tables(
+    model: nn.Module, rule: UnitRule, topology: Topology, offload: Offload, *, asked: bool
+) -> dict[str, int]:
+    """Weights of which only the rows that a batch touches travel, as of ``tables_of``; ``asked``: sparse_gradients.
+
+    Raises:
+        ConfigError: rows cannot travel alone here, and were asked for; names what they cannot be combined with.
+    """
+    wrong = ""
+    if topology.data_sequence.size > topology.shard.size:
+        wrong = "replicas of the shards (parallel.shard)"
+    elif topology.tensor.size > 1:
+        wrong = "tensor parallelism, which cuts tables itself"
+    elif offload.any:
+        wrong = "offloaded shards"
+    if asked and wrong:
+        raise ConfigError(
+            f"sparse_gradients: got True and {wrong}; leave one of the two out (modules with sparse=True work there, "
+            "and their whole gradients travel)"
+        )
+    alone = topology.shard.size == 1  # nothing travels
+    return {} if wrong or alone else tables_of(model, rule, every=asked)
 
 
 def release(model: nn.Module, *, whole: bool = False) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.models.gpt import GPT
-from scaling.contenders.workload import LEARNING_RATE, SEED, Workload
+from scaling.contenders.workload import LEARNING_RATE, SEED, Recommender, Workload
 from scaling.evidence.record import versions
 
 CLIP = 1.0  # largest norm of the gradient, where a contender clips
@@ -127,3 +127,14 @@ def batch(workload: Workload, *, step: int, rank: int) -> tuple[Tensor, Tensor]:
     shape = workload.sequences, workload.context + 1
     samples = torch.from_numpy(drawn([SEED, step, rank], workload.vocab_size, shape))
     return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+
+
+def clicks(workload: Recommender, *, step: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers, categories and clicks of a batch, a function of step and rank alone."""
+    draw = np.random.default_rng([SEED, step, rank])
+    shape = workload.samples, workload.tables
+    return (
+        torch.from_numpy(draw.standard_normal((workload.samples, workload.dense), np.float32)),
+        torch.from_numpy(draw.integers(0, workload.rows, shape)),
+        torch.from_numpy(draw.integers(0, 2, workload.samples).astype(np.float32)),
+    )

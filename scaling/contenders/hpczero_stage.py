@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hpczero
 from hpczero import Offload
@@ -20,7 +22,7 @@ from hpczero.run.evaluation import passes_of
 from hpczero.run.results.metrics import Stopwatch
 from scaling.contenders import base
 from scaling.contenders.training import build
-from scaling.contenders.workload import BUFFERS, Workload, scratch
+from scaling.contenders.workload import BUFFERS, SEED, Workload, scratch
 from scaling.evidence.record import mpi_library, versions
 
 WINDOW_NBYTES = 16 * 2**20
@@ -90,6 +92,37 @@ class Contender(base.Contender):
             **versions("torch", "mpi4py"),
             **({"offload": offload} if self._offload else {}),
         }
+
+
+class RecommenderContender(Contender):
+    """The example's DLRM, every table a unit."""
+
+    def build(self, workload: Any) -> None:
+        from examples.recommender import DLRM  # beside the packages, where a checkout is
+
+        torch.manual_seed(SEED)
+        tables = [workload.rows] * workload.tables
+        model = DLRM(dense=workload.dense, tables=tables, width=workload.width)
+        self.optimizer = base.adamw(model.parameters())
+        units = [(f"tables.{number}",) for number in range(workload.tables)]
+        self.model = hpczero.zeroify(
+            model,
+            self.optimizer,
+            stage=self.stage,
+            topology=self.topology,
+            rule=lambda _: [*units, ("bottom",), ("top",)],
+            transport=self.transport,
+            **self._others,
+        )
+
+    def step(self, *batch: Tensor) -> float:
+        """As of every contender; ``batch``: numbers, categories and clicks."""
+        numbers, categories, clicks = batch
+        self.optimizer.zero_grad()
+        loss = binary_cross_entropy_with_logits(self.model(numbers, categories), clicks)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.item())
 
 
 class Layout(Contender):

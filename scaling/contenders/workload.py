@@ -60,6 +60,28 @@ WORKLOADS = {
 }
 
 
+@dataclass(frozen=True)
+class Recommender:
+    """A DLRM with tables of equal size, and the batch of one rank."""
+
+    name: str
+    tables: int
+    rows: int  # of each table
+    width: int  # of a row
+    samples: int  # of one rank and step
+    dense: int = 4  # features that are numbers
+
+    def describe(self) -> str:
+        """One line for headings."""
+        return (
+            f"DLRM with {self.tables} x {self.rows:,} rows of {self.width}, {self.samples} samples "
+            "per rank"
+        )
+
+
+RECOMMENDER = Recommender("dlrm", tables=2, rows=500_000, width=16, samples=2048)
+
+
 def find_model(name: str) -> GPTConfig:
     """The sizes of a workload or of a preset. Raises ConfigError: no such name."""
     if name in WORKLOADS:

@@ -225,12 +225,7 @@ of_words(
     refused="has max_norm=1, which changes its weight in every forward",
     remark="`max_norm=None`, weights scaled by hand",
 )
-of_words(
-    "embedding-sparse",
-    {"sparse": True},
-    refused="has sparse=True, and sparse gradients cannot be summed",
-    remark="`sparse=False`",
-)
+of_words("embedding-sparse", {"sparse": True})
 around(
     "attention",
     "`nn.MultiheadAttention`",

@@ -19,6 +19,7 @@ import hpczero
 from hpczero.accelerator import HostAccelerator, MemoryExport
 from hpczero.comm.inside import Segment
 from hpczero.models import GPT, GPTConfig
+from hpczero.zero.units.gradients import LocalGradient
 from tests.helpers.small_models import adamw, tiny_gpt
 from tests.helpers.world import World
 
@@ -138,7 +139,9 @@ class Peak:
         for unit in sharding.units:
             self._tensors.append(unit.whole.flat)
             if unit.spec.trainable:
-                self._tensors.append(unit.gradients._local._wire.tensor)
+                local = unit.gradients._local
+                assert isinstance(local, LocalGradient)
+                self._tensors.append(local._wire.tensor)
         self._at_rest = self._now()
         for module in sharding.model.modules():
             module.register_forward_pre_hook(self._look)

@@ -71,7 +71,6 @@ def _embedding(kind: Any = nn.Embedding, **options: Any) -> Callable[[MLP], nn.M
 SHARE = r"'layers\.1\.0\.weight' and parameter 'layers\.2\.0\.weight' lie in the same memory"
 SEVERAL = r"'layers\.1\.0\.weight' of shape \(4, 7\) has one element"
 MAX_NORM = r"module '0' \(%s\) has max_norm=1, .*max_norm=None"
-SPARSE = r"module '0' .* has sparse=True.*sparse=False"
 WHOLE = "parameter 'values' is torch.%s, .*make it a buffer: register_buffer"
 DDP = r"module 'model' is a DistributedDataParallel, .*give zeroify the plain model.*model\.module"
 
@@ -99,8 +98,6 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "cut by FSDP2": (_cut_by_fsdp2, r"module 'layers\.0' is a FSDPModule, which"),
     "changes its weight": (_embedding(max_norm=1.0), MAX_NORM % "Embedding"),
     "bag": (_embedding(nn.EmbeddingBag, max_norm=1.0), MAX_NORM % "EmbeddingBag"),
-    "sparse gradients": (_embedding(sparse=True), SPARSE),
-    "sparse gradients of a bag": (_embedding(nn.EmbeddingBag, sparse=True), SPARSE),
     "integers": (_values(torch.int64), WHOLE % "int64"),
     "truths": (_values(torch.bool), WHOLE % "bool"),
     "complex": (_values(torch.complex64), r"'values' is torch.complex64, .*torch\.view_as_real"),

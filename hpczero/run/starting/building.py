@@ -256,6 +256,7 @@ def build(
         algorithms=config.parallel.algorithms,
         overlap=config.parallel.overlap,
         secondary=config.parallel.secondary,
+        sparse_gradients=config.parallel.sparse_gradients,
         device=accelerator,
         initialize=hpczero.loaded_later if resumes else adapter.initializer(model, config.run.seed),
         offload=offload_of(config.offload),

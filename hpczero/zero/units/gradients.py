@@ -22,6 +22,7 @@ from typing_extensions import override
 from hpczero.comm.calls import Work
 from hpczero.comm.codes import SentCodes
 from hpczero.comm.collectives import Collectives
+from hpczero.comm.rows import RowExchange
 from hpczero.errors import StepError
 from hpczero.memory.buffers import DTYPES, Buffer, Use
 from hpczero.plan import Plan, UnitSpec
@@ -35,6 +36,7 @@ from hpczero.zero.units.guard import (
     set_own_gradients,
     take_own_gradient,
 )
+from hpczero.zero.units.rows import RowGradient, refused_layout
 
 # LocalGradient: one rank's own gradient of a whole unit, from autograd to the reduction.
 #
@@ -101,19 +103,18 @@ class LocalGradient:
         return self._wire.tensor.dtype is not torch.float32
 
     def add(self, position: int, gradient: Tensor, accumulating: bool) -> None:
-        """Add ``gradient``, dense and of the slot's shape, to slot ``position``.
+        """Add ``gradient``, of the slot's shape, to slot ``position``.
 
         Where more micro-batches follow before the reduction (``accumulating``), half gradients are summed in fp32:
         their sum in half precision loses what is small against it.
 
         Raises:
-            StepError: a sparse gradient.
+            StepError: a gradient that is neither dense nor has sparse rows.
         """
-        if gradient.layout is not torch.strided:
-            raise StepError(
-                f"rank {self._comm.rank}: parameter {self._layout.slots[position].name!r} got a {gradient.layout} "
-                "gradient, expected a dense one; build its module with sparse=False"
-            )
+        if gradient.layout is torch.sparse_coo:
+            gradient = gradient.coalesce().to_dense()
+        elif gradient.layout is not torch.strided:
+            raise refused_layout(gradient, self._layout.slots[position].name, self._comm.rank)
         if torch.is_grad_enabled():  # create_graph=True
             gradient = gradient.detach()
         adds = self.filled[position]
@@ -221,9 +222,24 @@ class Reducer:
     There is one for each model. Units call it in the same order on every rank.
     """
 
-    def __init__(self, comm: Collectives, *, apart: bool = False) -> None:
-        """``apart``: whether means lie elsewhere than where gradients are collected, of any unit of the model."""
+    def __init__(self, comm: Collectives, *, apart: bool = False, tables: bool = False) -> None:
+        """Collective with ``tables``: whether there are any of which rows travel.
+
+        ``apart``: whether means lie elsewhere than where gradients are collected, of any unit of the model.
+        """
         self._comm, self._apart = comm, apart
+        self._rows = RowExchange(comm) if tables else None
+
+    @property
+    def rows(self) -> RowExchange:
+        """Of the tables of which rows travel."""
+        assert self._rows is not None, "there is no such table"
+        return self._rows
+
+    def close(self) -> None:
+        """Free the communicator of rows. Collective."""
+        if self._rows is not None:
+            self._rows.close()
 
     @property
     def in_place(self) -> bool:
@@ -565,13 +581,17 @@ class UnitGradients:
         layout, precision = spec.layout, plan.precision
         self.rest = rest
         in_place = reducer.in_place and not precision.has_masters  # else the mean has another dtype
-        self._local = LocalGradient(
-            layout,
-            DTYPES[precision.param],
-            comm=comm,
-            keep=plan.stage.keeps_local_gradients and not in_place,
-            landing=self._land if in_place else None,
-        )
+        self._local: LocalGradient | RowGradient
+        if spec.row:
+            self._local = RowGradient(spec, DTYPES[precision.param], reducer.rows)
+        else:
+            self._local = LocalGradient(
+                layout,
+                DTYPES[precision.param],
+                comm=comm,
+                keep=plan.stage.keeps_local_gradients and not in_place,
+                landing=self._land if in_place else None,
+            )
         self.usage = Usage(len(layout.slots))
         self.drops = np.zeros(len(layout.slots), dtype=np.int64)
         self._dropped: set[int] = set()  # slots whose reduced gradient was set to None
@@ -612,14 +632,18 @@ class UnitGradients:
             step, turn = self._comm.calls.step, self.usage.reductions
             codes = SentCodes(coding, f"step {step}, {turn}, {self._spec.name}")
         self.usage.reduced(self._local.filled)
-        self._reduction = self._reducer.reduce(
-            self._local.complete(),
-            self._reduced_mine,
-            scale=scale,
-            accumulate=accumulate,
-            name=self._spec.name,
-            codes=codes,
-        )
+        if isinstance(self._local, RowGradient):
+            self._local.reduce(self.reduced, scale=scale, accumulate=accumulate)
+            self._reduction = Work(self._spec.name)
+        else:
+            self._reduction = self._reducer.reduce(
+                self._local.complete(),
+                self._reduced_mine,
+                scale=scale,
+                accumulate=accumulate,
+                name=self._spec.name,
+                codes=codes,
+            )
         self._local.clear()
         self._dropped.clear()
         self._present = True
@@ -630,7 +654,8 @@ class UnitGradients:
             return
         self._reduction.wait()
         self._reduction = None
-        if not self._plan.stage.shards_optimizer and self._comm.group.size > 1:
+        is_part = isinstance(self._local, LocalGradient)  # of a table every rank has all rows
+        if is_part and not self._plan.stage.shards_optimizer and self._comm.group.size > 1:
             self._comm.all_gather(self.reduced, name=self._spec.name).wait()
         shards = self._optimized
         set_own_gradients(shards.parameters, shards.cut(self.reduced))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
@@ -50,6 +51,12 @@ _FACTORIES: frozenset[Any] = frozenset(
     + [getattr(torch, f"{kind}_like") for kind in ("empty", "zeros", "ones", "full")]
     + [torch.rand_like, torch.randn_like]
 )
+# Lookups, each with the places of the table and of the indices among its arguments.
+LOOKUPS: dict[Any, tuple[int, int]] = {
+    F.embedding: (1, 0),
+    F.embedding_bag: (1, 0),
+    torch.embedding: (0, 1),  # what F.embedding calls where it does not ask itself
+}
 # What module.to and its kin call; they return the very tensor where nothing is to be changed.
 _CONVERSION_METHODS = "to float double half bfloat16 type cpu cuda"
 _CONVERSIONS: frozenset[Any] = frozenset(
@@ -73,6 +80,8 @@ class ShardedParameter(nn.Parameter):
 
     qualified_name = ""
     released = False  # the model was, and nobody brings the value back
+    # Of a table: what torch.embedding and F.embedding_bag, their arguments and keywords, become.
+    look_up: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     @classmethod
     def __torch_function__(
@@ -88,6 +97,8 @@ class ShardedParameter(nn.Parameter):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if cls.look_up is not None and func in LOOKUPS and kwargs.get("max_norm") is None:
+            return cls.look_up(func, args, kwargs)
         if func in _FACTORIES and sum(isinstance(a, ShardedParameter) for a in given) == 1:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -236,6 +247,7 @@ class Guard:
     def __init__(self, parameter: nn.Parameter, qualified_name: str) -> None:
         self._parameter = parameter
         self._name = qualified_name
+        self._shows: dict[str, Any] = {}  # what the closed class has beside the name
         self.sight: GradientSight | None = None
         _watch_optimizers()
         self._own_class = self._open_class = type(parameter)
@@ -265,6 +277,11 @@ class Guard:
         torch.utils.swap_tensors(self._parameter, real)  # type: ignore[no-untyped-call]
         _guarded[self._parameter] = ref(self)
 
+    def allow_lookups(self, look_up: Callable[..., Any]) -> None:
+        """While the parameter is closed, ``look_up`` answers for ``LOOKUPS`` in it; see ``ShardedParameter``."""
+        self._shows = {"look_up": look_up}
+        self._closed_class = _closed_class(self._name, **self._shows)
+
     def close(self) -> None:
         """From now on only metadata may be read."""
         self._show(self._closed_class)
@@ -293,7 +310,7 @@ class Guard:
         self.sight, self._late_class = sight, None
         shown = {} if sight is None else {"grad": seen_gradient, "_grad": seen_gradient}
         self._open_class = self._own_class if sight is None else _with_sight(self._own_class)
-        self._closed_class = _closed_class(self._name, **shown)
+        self._closed_class = _closed_class(self._name, **self._shows, **shown)
         self._shown = self._closed_class if closed_now else self._open_class
         self._parameter.__class__ = self._shown
 

@@ -22,6 +22,7 @@ from hpczero.zero.units.away import keeps_values, new_master, rest_of_gradient, 
 from hpczero.zero.units.away_shard import AwayShard, UnitStorage, same_place
 from hpczero.zero.units.encoded import EncodedParameters, EncodedRest
 from hpczero.zero.units.gradients import Reducer, Shards, UnitGradients, whole_copy
+from hpczero.zero.units.rows import TableParameters
 from hpczero.zero.units.whole import WholeParameters
 
 
@@ -54,6 +55,8 @@ class Unit:
         self.spec, self._plan, self._comm, self.away = spec, plan, comm, away
         self._stage = plan.stage
         kind = WholeParameters if spec.codec is None else EncodedParameters
+        if spec.row and plan.stage.shards_parameters:
+            kind = TableParameters
         given_back = away is not None and not away.near
         self.whole = kind(spec, parameters, plan, comm, given_back=given_back)
         self.optimized = Shards(
@@ -74,6 +77,8 @@ class Unit:
             self.rest = UnitStorage(
                 self.whole.flat[self._mine] if self._frozen is None else self._frozen.tensor
             )
+        if isinstance(self.whole, TableParameters):
+            self.whole.serve(reducer.rows, self.rest.tensor)
 
     def train(self, spec: UnitSpec, reducer: Reducer) -> None:
         """Of a frozen unit in memory: from now on it trains. Not collective, on all ranks alike.

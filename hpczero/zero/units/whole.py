@@ -326,7 +326,10 @@ class WholeParameters:
         holds: how many ``gathered`` blocks are open.
         doubtful: why nobody may use them: changes were cut off, say, and what is kept of them depends on the transport.
             Empty where they are certain.
+        by_rows: whether passes read rows by lookups, and never need the whole.
     """
+
+    by_rows = False
 
     def __init__(
         self,
@@ -340,7 +343,7 @@ class WholeParameters:
         """Allocate the buffer. Collective on transports that share memory.
 
         ``plan`` says stage and precision. ``given_back``: its memory is, while the parameters are sharded, on every
-        transport. So it is with a codec.
+        transport. So it is with a codec, and of tables.
         """
         self.parameters = list(parameters)
         self.state = UnitState.WHOLE
@@ -350,15 +353,16 @@ class WholeParameters:
         self._sharded = stage.shards_parameters
         self._plan, self._coded = plan, self._sharded and precision.gather != "exact"
         self._draw: int | None = None  # which draws the codes of the values as they are
-        layout, index, coded = spec.layout, comm.group.index, spec.codec is not None
+        layout, index = spec.layout, comm.group.index
+        own = spec.codec is not None or self.by_rows  # each rank's own, on every transport
         self.mine = slice(index * layout.shard_numel, (index + 1) * layout.shard_numel)
-        in_flight = self._sharded and (given_back or coded or not comm.footprint.lasting)
+        in_flight = self._sharded and (given_back or own or not comm.footprint.lasting)
         self._buffer = comm.allocate(
             layout.padded_numel,
             DTYPES[precision.param],
             category="unsharded" if in_flight else "parameters",
             # A replicated optimizer writes the whole buffer: then every rank needs one of its own.
-            use=Use.GATHER if stage.shards_optimizer and not coded else Use.PRIVATE,
+            use=Use.GATHER if stage.shards_optimizer and not own else Use.PRIVATE,
             keep=not in_flight,
         )
         self.shared = self._buffer.shared
