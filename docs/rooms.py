@@ -166,6 +166,7 @@ SCALING = House(
         "report": "report",
         "start": "measurements",
         "transports": "measurements",
+        "balance": "measurements",
         "codes": "measurements",
     },
     {

@@ -28,7 +28,10 @@ from scaling.sweep.report import write_tables
 
 COMMANDS = "checkpoint collectives hostcost layouts overhead planner tiers"
 MODULES = {  # by the beginning of a file's name
-    **{name: name for name in ["bridge", "codes", "parallel", "peers", "start", "transports"]},
+    **{
+        name: name
+        for name in ["balance", "bridge", "codes", "parallel", "peers", "start", "transports"]
+    },
     **{name: f"{name}.__main__" for name in COMMANDS.split()},
     "gpu": "gpu.goals",
     "predict": "predict.check",

@@ -6,7 +6,7 @@ contiguous slice of the list. A rank reads only its own slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -158,12 +158,19 @@ class Batches:
         self.sampler = Sampler(len(self._windows), seed)
 
     def micro_batch(
-        self, step: int, micro_step: int, rank: int, world_size: int, accumulation: int = 1
+        self,
+        step: int,
+        micro_step: int,
+        rank: int,
+        world_size: int,
+        accumulation: int = 1,
+        shares: Sequence[int] | None = None,
     ) -> tuple[Int64Array, Int64Array]:
         """The part of a step's global batch that one rank computes at once.
 
         With ``b = global_batch / (world_size * accumulation)`` and ``i = micro_step * world_size + rank`` it is samples
-        ``[i b, (i + 1) b)`` of the global batch. Not collective; equal arguments give equal results on every rank.
+        ``[i b, (i + 1) b)`` of the global batch. With ``shares``, how many of the ``world_size * b`` samples of a micro
+        step each rank has, it is that many of them. Not collective; equal arguments give equal results on every rank.
 
         Returns:
             Inputs and targets, int64 (b, seq_len) each; targets are the inputs one token later.
@@ -171,7 +178,9 @@ class Batches:
         Raises:
             ConfigError: The global batch cannot be divided so, or ``rank`` or ``micro_step`` is out of range.
         """
-        places = positions(self.global_batch, step, micro_step, rank, world_size, accumulation)
+        places = positions(
+            self.global_batch, step, micro_step, rank, world_size, accumulation, shares
+        )
         return self._windows.rows(self.sampler.samples(places))
 
 
@@ -266,7 +275,13 @@ def check_global_batch(global_batch: int) -> None:
 
 
 def positions(
-    global_batch: int, step: int, micro_step: int, rank: int, world_size: int, accumulation: int
+    global_batch: int,
+    step: int,
+    micro_step: int,
+    rank: int,
+    world_size: int,
+    accumulation: int,
+    shares: Sequence[int] | None = None,
 ) -> Int64Array:
     """Places in the run of the samples that one rank computes at once, int64 (n,); see ``Batches.micro_batch``.
 
@@ -278,8 +293,14 @@ def positions(
         raise ConfigError(
             f"got rank {rank} of {world_size} and micro step {micro_step} of {accumulation}, expected both in range"
         )
-    start = step * global_batch + (micro_step * world_size + rank) * size
-    return np.arange(start, start + size, dtype=np.int64)
+    shares = [size] * world_size if shares is None else shares
+    if len(shares) != world_size or sum(shares) != world_size * size or min(shares) < 1:
+        raise ConfigError(
+            f"got shares {list(shares)[:16]} of {world_size} ranks, expected {world_size} numbers of 1 or more whose "
+            f"sum is {world_size * size}"
+        )
+    start = step * global_batch + micro_step * world_size * size + sum(shares[:rank])
+    return np.arange(start, start + shares[rank], dtype=np.int64)
 
 
 def micro_batch_size(global_batch: int, world_size: int, accumulation: int) -> int:

@@ -141,10 +141,18 @@ class MixedBatches:
         ]
 
     def micro_batch(
-        self, step: int, micro_step: int, rank: int, world_size: int, accumulation: int = 1
+        self,
+        step: int,
+        micro_step: int,
+        rank: int,
+        world_size: int,
+        accumulation: int = 1,
+        shares: Sequence[int] | None = None,
     ) -> tuple[Int64Array, Int64Array]:
         """The part of a step's global batch that one rank computes at once; as of ``Batches``."""
-        places = positions(self.global_batch, step, micro_step, rank, world_size, accumulation)
+        places = positions(
+            self.global_batch, step, micro_step, rank, world_size, accumulation, shares
+        )
         source, before = self.turns.of(places)
         samples = np.empty_like(before)
         for index, sampler in enumerate(self._samplers):

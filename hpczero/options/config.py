@@ -402,6 +402,9 @@ class DataOptions:
         require_path("data.cache", self.cache)
 
 
+MOST_SHARE = 2  # with train.balance: times its even share that a rank takes at most, as its activations grow with it
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """The optimization. Batches are counted in sequences.
@@ -418,6 +421,8 @@ class TrainOptions:
         weight_decay: of AdamW, on weight matrices only.
         betas: of AdamW.
         clip: largest 2-norm of the gradient; 0: no clipping.
+        balance: give ranks that work faster more samples of each micro-batch, up to twice their share, by what was
+            measured every 10 steps. The samples of a step stay the same; the last bits of its sums do not.
     """
 
     steps: int = 300
@@ -430,6 +435,7 @@ class TrainOptions:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
+    balance: bool = False
 
     def __post_init__(self) -> None:
         require_positive("train", self, "steps", most=MOST_STEPS)

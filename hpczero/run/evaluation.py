@@ -20,6 +20,7 @@ from hpczero.job.topology import Topology
 from hpczero.options.config import LayoutOptions
 from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.parallel.tensor import own_tokens
+from hpczero.run.balance import Balance
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.run.starting.reading import HeldOutSet
 from hpczero.zero.access import finish_update
@@ -64,9 +65,10 @@ class PlainPasses:
         accumulation: int,
         accelerator: Accelerator,
         own: Own = lambda tokens: tokens,
+        balance: Balance | None = None,
     ) -> None:
-        """Not collective. ``accumulation`` is the number of micro steps in a step."""
-        self._model, self._loss, self._own = model, loss, own
+        """Not collective. ``accumulation`` is the number of micro steps in a step; ``balance`` weights losses."""
+        self._model, self._loss, self._own, self._balance = model, loss, own, balance
         self._accumulation, self._accelerator = accumulation, accelerator
 
     def take(
@@ -81,9 +83,10 @@ class PlainPasses:
             finish: called when the last backward has been started.
 
         Returns:
-            Gives the mean loss over this rank's samples. It waits for a device where the step has not; with a pipeline
-            it is collective over the stages.
+            Gives the mean loss over this rank's samples, weighted as in the mean over ranks. It waits for a device
+            where the step has not; with a pipeline it is collective over the stages.
         """
+        weight = 1.0 if self._balance is None else self._balance.weight
         losses: list[Callable[[], float]] = []
         for micro_step in range(self._accumulation):
             with watch.phase("data"):
@@ -97,6 +100,8 @@ class PlainPasses:
                             "loss gave a number that no parameter of the model has a part in (detach(), item() or "
                             "no_grad() in it?), so there is nothing to train"
                         )
+                    if weight != 1.0:
+                        loss = loss * weight
                 with watch.phase("backward"):
                     loss.backward()  # type: ignore[no-untyped-call]
                     if micro_step == self._accumulation - 1:
@@ -229,10 +234,12 @@ def passes_of(
     *,
     accumulation: int,
     accelerator: Accelerator,
+    balance: Balance | None = None,
 ) -> Passes:
     """What makes the gradients of a step. Not collective.
 
-    ``accumulation`` is the number of micro steps in a step, which are the micro batches of a pipeline.
+    ``accumulation`` is the number of micro steps in a step, which are the micro batches of a pipeline. ``balance``, if
+    shares of ranks are uneven, goes without one.
 
     Raises:
         ConfigError: numbers that the schedule cannot run.
@@ -242,6 +249,7 @@ def passes_of(
     if topology.sequence.size > 1:  # of samples that are no tokens there is nothing to divide
         named["own"] = partial(own_tokens, topology=topology)
     if options.pipeline == 1:
+        named["balance"] = balance
         return PlainPasses(model, loss=adapter.loss, accumulation=accumulation, **named)
     pipeline = Pipeline(model, micro_batches=accumulation, schedule=options.order)
     return PipelinePasses(pipeline, group=topology.pipeline, **named)

@@ -179,6 +179,10 @@ def take_steps(run: Run) -> int:
             taken, done = run.step.take(number), number + 1
             stragglers.note(taken.own_s)
             expectation.note(taken.step_s)
+            if run.balance is not None:
+                run.balance.note(taken.own_s)
+                if said := run.balance.decide():
+                    log.info("%s", said)
 
             found = run.evaluation.after(done)
             for line in stragglers.report(done):

@@ -22,6 +22,7 @@ from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
 from hpczero.plan.sizing import Batch
 from hpczero.planner.choice import Foretold
+from hpczero.run.balance import Balance, balance_of
 from hpczero.run.checkpoints import RunCheckpoints, Start
 from hpczero.run.evaluation import Evaluation, passes_of
 from hpczero.run.results.folder import RunFolder
@@ -79,6 +80,7 @@ class Run:
         model: the zeroified model.
         checkpointing: calls its blocks; None where backward computes nothing again.
         step: takes the training steps.
+        balance: who has how many samples of a micro-batch; None: all have equally many.
         evaluation: measures the loss over held-out text.
         checkpoints: when the run saves; not entered yet.
         identity: what checkpoints state of the run.
@@ -101,6 +103,7 @@ class Run:
     model: nn.Module
     checkpointing: Checkpointing | None
     step: TrainingStep
+    balance: Balance | None
     evaluation: Evaluation
     checkpoints: RunCheckpoints
     identity: dict[str, Any]
@@ -167,17 +170,20 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     begin = checkpoints.begin(source, identity)
     set_options(optimizer, config.train)
     with topology.agreed("lay out the passes of a step"):
+        balance = balance_of(config, topology, batch.micro_batch)
         passes = passes_of(
             config.parallel,
             adapter,
             model,
             accumulation=batch.accumulation,
             accelerator=accelerator,
+            balance=balance,
         )
     rate = config.train.learning_rate_factor
     scheduler = LambdaLR(optimizer, rate, last_epoch=begin.step - 1)
     records = _start_records(config, topology, adapter.unit, folder, lock, begin, attempts)
     sharding = hpczero.sharding(model)
+    sharding.advice.weighted = balance is not None
     tell_header(sharding, accelerator, reading, config, batch, adapter, checkpointing, room.run)
     rank, size = topology.data.rank, topology.data.size
     return Run(
@@ -196,13 +202,20 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             optimizer,
             passes=passes,
             samples=lambda number, micro: batches.micro_batch(
-                number, micro, rank, size, batch.accumulation
+                number,
+                micro,
+                rank,
+                size,
+                batch.accumulation,
+                None if balance is None else balance.shares,
             ),
             accelerator=accelerator,
             clip=config.train.clip or None,
             scheduler=scheduler,
+            exact=balance is not None,  # else clocks say little about a device
             checkpointing=checkpointing,
         ),
+        balance=balance,
         evaluation=Evaluation(
             model,
             held_out,

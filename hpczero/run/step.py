@@ -29,7 +29,7 @@ class Taken:
 
     Attributes:
         loss: mean over the global batch, before the update; the same on every rank.
-        own_loss: mean over this rank's tokens of it.
+        own_loss: this rank's part of it: the mean over its samples, weighted by their number.
         grad_norm: 2-norm of the mean gradient before clipping.
         learning_rate: that of the first group in this update.
         step_s: seconds the step took.

@@ -111,7 +111,9 @@ def test_files_that_cannot_be_reported_do_not_keep_the_others(
     assert "left out:" in said
     assert "got a file of 'weather'" in said
     assert "peers-x.jsonl: has no finished measurement (1 row(s), 0 malformed" in said
-    with pytest.raises(ConfigError, match="got a file of 'weather', expected bridge, checkpoint"):
+    with pytest.raises(
+        ConfigError, match="got a file of 'weather', expected balance, bridge, checkpoint"
+    ):
         shown(results / "weather-today.jsonl", good)
     told = capsys.readouterr()
     assert "Strong scaling" in told.out  # of the file that was good

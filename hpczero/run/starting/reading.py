@@ -151,10 +151,18 @@ class OwnBatches:
     seed: int
 
     def micro_batch(
-        self, step: int, micro_step: int, rank: int, world_size: int, accumulation: int = 1
+        self,
+        step: int,
+        micro_step: int,
+        rank: int,
+        world_size: int,
+        accumulation: int = 1,
+        shares: Sequence[int] | None = None,
     ) -> tuple[Tensor, ...]:
         """What one rank computes at once, as of ``data.Batches``: one tensor for each part of a row."""
-        places = positions(self.global_batch, step, micro_step, rank, world_size, accumulation)
+        places = positions(
+            self.global_batch, step, micro_step, rank, world_size, accumulation, shares
+        )
         return self.rows.take(Sampler(len(self.rows), self.seed).samples(places))
 
 

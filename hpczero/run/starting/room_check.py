@@ -21,7 +21,7 @@ from hpczero.job.limits import ProcessMemory, Room, rooms, usage
 from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
 from hpczero.models import PRESETS, GPTConfig, parameter_count
-from hpczero.options.config import RunConfig
+from hpczero.options.config import MOST_SHARE, RunConfig
 from hpczero.options.environment import Environment
 from hpczero.plan.alternatives import alternatives, command_line, on_these_ranks
 from hpczero.plan.footprint import fastest_transport
@@ -63,7 +63,7 @@ def run_of(
         precision=config.parallel.precision,
         reduce=config.parallel.reduce,
         gather=config.parallel.gather,
-        micro_batch=batch.micro_batch,
+        micro_batch=batch.micro_batch * (MOST_SHARE if config.train.balance else 1),
         accumulation=batch.accumulation,
         checkpointing=model.checkpoint_activations or kept.checkpointing != "none",
         copies=config.checkpoint.background,

@@ -29,7 +29,13 @@ WORDS = 2  # uint32 numbers that ranks compare at a step
 
 
 class Advice:
-    """Advice about one model. Not collective. The step compares ``words`` over ranks with what it compares anyway."""
+    """Advice about one model. Not collective. The step compares ``words`` over ranks with what it compares anyway.
+
+    Attributes:
+        weighted: whether the program weights losses by numbers of samples, so that batches may differ in size.
+    """
+
+    weighted = False
 
     def __init__(self, model: nn.Module, topology: Topology) -> None:
         """Look at the memory of the parameters, before the units take it. Nothing is hooked yet."""
@@ -80,7 +86,7 @@ class Advice:
             same_generator: on these.
             same_parts: the same generator on all ranks with this copy of the model.
         """
-        if not same_samples:
+        if not same_samples and not self.weighted:
             self._tell(
                 "ranks have batches of different sizes (rank 0: %d samples since the last step). The gradient is the "
                 "mean of the ranks' means, which is not that of the global batch: scale each rank's loss by "
