@@ -202,13 +202,14 @@ class Calls:
             operation: its verb.
             name: of the unit.
             sent: bytes that leave this rank.
-            key: the call's size, equal on all ranks; None where all send the same.
+            key: the call's size, equal on all ranks; None where all send the same; -1 where sizes differ by rank.
 
         Raises:
             CommError: on every rank; they are about to make different calls.
         """
         nbytes = sent if key is None else key
-        record = f"{operation} of {name!r} ({nbytes:,} bytes)"
+        size = "sizes differ by rank" if nbytes < 0 else f"{nbytes:,} bytes"
+        record = f"{operation} of {name!r} ({size})"
         # Rolling: equal on every rank as long as every rank has made the same calls.
         self.fingerprint = zlib.crc32(record.encode(), self.fingerprint)
         if self.order is not None:

@@ -548,7 +548,7 @@ def trade(
     group = collectives.group
     packed = [_packed(tensors) for tensors in outgoing]
     sent = sum(each.nbytes for place, each in enumerate(packed) if place != group.index)
-    with collectives.calls.issue(operation, name, sent, key=0):  # each rank sends as much as it has
+    with collectives.calls.issue(operation, name, sent, key=-1):
         return [_unpacked(each) for each in _traded(comm or group.ordered, packed)]
 
 

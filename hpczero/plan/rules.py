@@ -110,13 +110,13 @@ def tables_of(model: nn.Module, rule: UnitRule, *, every: bool) -> dict[str, int
     for name, module in model.named_modules():
         if not name or not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        own = [key for key, _ in module.named_parameters()]
-        unit = owner.get(f"{name}.weight")
-        alone = own == ["weight"] and users[id(module.weight)] == 1
-        trains = module.weight.requires_grad and module.weight.numel() > 0
+        if [key for key, _ in module.named_parameters()] != ["weight"]:
+            continue  # another kind of table; one that is parametrized changes by being asked for its weight
+        weight, unit = module.weight, owner.get(f"{name}.weight")
+        is_table = weight.dim() == 2 and weight.numel() > 0 and weight.requires_grad
         free = unit == ("",) or (unit is not None and name in unit)
-        if alone and trains and free and (every or module.sparse):
-            found[f"{name}.weight"] = module.weight.shape[1]
+        if is_table and users[id(weight)] == 1 and free and (every or module.sparse):
+            found[f"{name}.weight"] = weight.shape[1]
     return found
 
 

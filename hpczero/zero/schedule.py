@@ -39,6 +39,7 @@ from hpczero.zero.calls.ways import (
     unseen,
     untraced,
 )
+from hpczero.zero.units.rows import TableParameters
 from hpczero.zero.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -321,6 +322,8 @@ class Schedule:
     def _pre_forward(
         self, units: Sequence[Unit], inner: Sequence[nn.Module], *, is_root: bool
     ) -> Callable[..., None]:
+        tables = [unit.whole for unit in units if isinstance(unit.whole, TableParameters)]
+
         @unseen
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if current_task() is not None:  # recomputation: the call is open, or will be
@@ -329,6 +332,8 @@ class Schedule:
                 return
             for unit in units:
                 unit.optimized.check_seen()
+            for table in tables:
+                table.check_call(args)
             if self._sharded:
                 refuse_mutation(module)
             if is_root:

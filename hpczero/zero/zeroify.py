@@ -308,8 +308,8 @@ def zeroify(
         precision: "fp32", "bf16", "fp16" or a Precision.
         rule: which modules form units; None: ``plan.rules.default_rule``.
         sparse_gradients: of embeddings that are units by themselves, only the rows that a batch touches travel: of
-            gradients, and at stage 3 of parameters. Modules with ``sparse=True`` need no such word. Never changes a bit
-            of the result. See ``plan.rules.tables_of``.
+            gradients, and at stage 3 of parameters. Modules with ``sparse=True`` need no such word. The bits are those
+            of whole tables, sent without codes. See ``plan.rules.tables_of``.
         transport: "flat", "hierarchical", "window", "ipc", "auto" (the fastest that works), or a Collectives over
             ``topology``.
         algorithms: between nodes: "auto" (measured at the first start), "measure", "default", or by name, as in

@@ -230,12 +230,25 @@ class Limited(Clicks):
         self.user = Scaled(ROWS, 6)
 
 
+class Nested(Clicks):
+    def forward(self, user: Tensor, words: Tensor) -> Tensor:
+        parts = torch.nested.nested_tensor([user[:2], user[2:]], layout=torch.jagged)
+        return self.user(parts).values().sum(1)
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Regularized, r"'user\.weight' is sharded .*'square' needs its value"),
+        (
+            Regularized,
+            r"'user\.weight' is sharded, and rows of it alone travel .*'square' needs all",
+        ),
         (Weighted, r"'words\.weight': per_sample_weights that need a gradient"),
-        (Limited, r"'user\.weight' is sharded .*'embedding' needs its value"),
+        (
+            Limited,
+            r"'user\.weight' is sharded, and rows .*'embedding' needs all .*without max_norm",
+        ),
+        (Nested, r"'user\.weight': .*nested indices look rows up by themselves"),
     ],
 )
 def test_what_needs_more_than_rows_is_refused_by_name(world: World, kind: Callable[[], Any], said):
@@ -252,6 +265,78 @@ def test_an_index_that_no_row_has_is_torchs_error(world: World):
         with pytest.raises(IndexError):
             model(torch.tensor([ROWS, 0]), torch.zeros(2, 3, dtype=torch.int64))
         model.zero_grad()
+
+
+class Cube(nn.Embedding):
+    """A row is a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__(ROWS, 6)
+        self.weight = nn.Parameter(
+            torch.randn(ROWS, 2, 3, generator=torch.Generator().manual_seed(1))
+        )
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.weight[indices].flatten(1)
+
+
+class Factors(nn.Embedding):
+    """A table that is a product, without a weight."""
+
+    def __init__(self) -> None:
+        super().__init__(ROWS, 6)
+        del self.weight
+        draws = torch.Generator().manual_seed(1)
+        self.a = nn.Parameter(torch.randn(ROWS, 2, generator=draws))
+        self.b = nn.Parameter(torch.randn(2, 6, generator=draws))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.a[indices] @ self.b
+
+
+def spectral() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.utils.parametrizations.spectral_norm(nn.Embedding(ROWS, 6))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("make", [Cube, Factors, spectral])
+def test_embeddings_of_another_kind_travel_whole_and_stay_as_they_are(world: World, make, stage):
+    found = []
+    for rows in (False, True):
+        model = Clicks()
+        model.user = make()
+        before = [buffer.clone() for buffer in model.buffers()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with world.zeroified(
+            model, optimizer, stage=stage, rule=lambda _: [], sparse_gradients=rows
+        ):
+            world.check(same(before, model.buffers()), "other buffers")
+            model(*clicks(world.rank)).square().mean().backward()
+            update(optimizer)
+            found.append([*(hpczero.full_state_dict(model) or {}).values()])
+    world.check(len(found[0]) == len(found[1]) and same(*found))
+
+
+@pytest.mark.parametrize("param", ["fp32", "bf16"])
+def test_gradients_of_other_uses_count(world: World, param):
+    """Of single elements, and as views that begin anywhere."""
+    found = []
+    for rows in (False, True):
+        model = Clicks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with world.zeroified(
+            model, optimizer, stage=2, rule=rule, precision=param, sparse_gradients=rows
+        ):
+            places = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 1, 1, 2, 2, 2]]) + world.rank
+            loss = model(*clicks(world.rank)).square().mean()
+            loss += torch.gather(model.user.weight, 0, places, sparse_grad=True).square().sum()
+            loss.backward()
+            everything = [p.flatten()[world.rank :] for p in model.parameters()]
+            torch.cat([torch.ones(1, dtype=everything[0].dtype), *everything]).norm().backward()
+            update(optimizer)
+            found.append([*(hpczero.full_state_dict(model) or {}).values()])
+    world.check(same(*found))
 
 
 def test_tables_that_others_use_too_travel_whole(world: World):

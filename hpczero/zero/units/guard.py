@@ -121,6 +121,13 @@ class ShardedParameter(nn.Parameter):
                 "gone; hpczero.release(model, whole=True) keeps it. Values that were saved come back by "
                 "model.load_state_dict(state, assign=True)"
             )
+        if cls.look_up is not None:
+            raise StepError(
+                f"parameter {name!r} is sharded, and rows of it alone travel (stage 3, sparse_gradients=True or a "
+                f"module with sparse=True), but {what!r} needs all of it. In forward only F.embedding and "
+                "F.embedding_bag may read it, without max_norm; for anything else leave sparse_gradients out and "
+                "build the module with sparse=False. Outside of the model: `with hpczero.gathered(model):`"
+            )
         raise StepError(
             f"parameter {name!r} is sharded and its memory given back (stage 3), but {what!r} needs its "
             "value. Outside of the model (state_dict, printing): hpczero.full_state_dict(model), or use it inside "

@@ -11,6 +11,7 @@ everything, and hands lookups on to the table. So code that uses the weight othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,11 @@ class RowGradient:
         gradient = gradient.detach()
         if gradient.layout is torch.sparse_coo:
             gradient = gradient.coalesce()
+            if (
+                gradient.sparse_dim() > 1
+            ):  # single elements, as torch.gather(sparse_grad=True) gives
+                gradient = gradient.to_dense()
+        if gradient.layout is torch.sparse_coo:
             rows, values = gradient.indices()[0], gradient.values()
         elif gradient.layout is torch.strided:
             rows = _touched(gradient)
@@ -94,8 +100,9 @@ def refused_layout(gradient: Tensor, name: str, rank: int) -> StepError:
 def _touched(gradient: Tensor) -> Tensor:
     """Rows that have a bit set; -0.0 counts, as a sum may keep it."""
     rows = gradient.contiguous().view(len(gradient), -1)
-    wide = rows.shape[1] * rows.element_size()
-    kind = torch.int64 if wide % 8 == 0 else torch.int32 if wide % 4 == 0 else torch.int16
+    # Views as wider numbers need a width and a begin that they divide.
+    wide = math.gcd(rows.shape[1] * rows.element_size(), rows.data_ptr(), 8)
+    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16}[wide]
     return rows.view(kind).ne(0).any(1).nonzero()[:, 0]
 
 
@@ -142,6 +149,19 @@ class TableParameters(WholeParameters):
     def reshard(self, *, retain: bool = False) -> None:
         super().reshard()  # graphs of lookups need no values, and others keep the memory that was lent to them
 
+    def check_call(self, args: tuple[Any, ...]) -> None:
+        """Refuse a call of the table's module that the table would not be asked about.
+
+        Raises:
+            StepError: nested indices, which look rows up by themselves.
+        """
+        if any(isinstance(each, Tensor) and each.is_nested for each in args):
+            raise StepError(
+                f"parameter {self.spec.layout.slots[0].name!r}: rows of it alone travel, and nested indices look rows "
+                "up by themselves; pass indices.values(), or build the module with sparse=False and leave "
+                "sparse_gradients out"
+            )
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look_up(self, lookup: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``lookup`` finds in the table, as with all of its rows. Collective."""
@@ -149,7 +169,10 @@ class TableParameters(WholeParameters):
         of_table, of_indices = LOOKUPS[lookup]
         name = self.spec.layout.slots[0].name
         if len(args) <= max(of_table, of_indices) or args[of_table] is not self.parameters[0]:
-            raise StepError(f"parameter {name!r} is looked up in a way that hpczero does not know")
+            raise StepError(
+                f"parameter {name!r}: {lookup.__name__} got its arguments by names, and rows of the parameter alone "
+                "travel; call torch.nn.functional.embedding(indices, weight)"
+            )
         weights = kwargs.get("per_sample_weights")
         if weights is not None and weights.requires_grad:
             raise StepError(
