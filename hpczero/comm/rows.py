@@ -30,7 +30,7 @@ class RowExchange:
     def __init__(self, collectives: Collectives) -> None:
         """Collective over ``collectives.group``: rows have a communicator, as units may be on their way meanwhile."""
         self._collectives = collectives
-        self._group, self.rank = collectives.group, collectives.rank
+        self._group = collectives.group
         self._comm = collectives.group.ordered.Dup()
 
     def close(self) -> None:

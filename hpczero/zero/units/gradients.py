@@ -36,7 +36,7 @@ from hpczero.zero.units.guard import (
     set_own_gradients,
     take_own_gradient,
 )
-from hpczero.zero.units.rows import RowGradient, refused_layout
+from hpczero.zero.units.rows import RowGradient
 
 # LocalGradient: one rank's own gradient of a whole unit, from autograd to the reduction.
 #
@@ -107,14 +107,9 @@ class LocalGradient:
 
         Where more micro-batches follow before the reduction (``accumulating``), half gradients are summed in fp32:
         their sum in half precision loses what is small against it.
-
-        Raises:
-            StepError: a gradient that is neither dense nor has sparse rows.
         """
         if gradient.layout is torch.sparse_coo:
             gradient = gradient.coalesce().to_dense()
-        elif gradient.layout is not torch.strided:
-            raise refused_layout(gradient, self._layout.slots[position].name, self._comm.rank)
         if torch.is_grad_enabled():  # create_graph=True
             gradient = gradient.detach()
         adds = self.filled[position]

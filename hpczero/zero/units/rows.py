@@ -44,11 +44,7 @@ class RowGradient:
         self.filled = [False]
 
     def add(self, position: int, gradient: Tensor, accumulating: bool) -> None:
-        """Add ``gradient``, dense or sparse, of the table's shape; arguments as of ``LocalGradient.add``.
-
-        Raises:
-            StepError: a gradient of another layout.
-        """
+        """Add ``gradient``, dense or sparse, of the table's shape; arguments as of ``LocalGradient.add``."""
         gradient = gradient.detach()
         if gradient.layout is torch.sparse_coo:
             gradient = gradient.coalesce()
@@ -58,11 +54,9 @@ class RowGradient:
                 gradient = gradient.to_dense()
         if gradient.layout is torch.sparse_coo:
             rows, values = gradient.indices()[0], gradient.values()
-        elif gradient.layout is torch.strided:
+        else:
             rows = _touched(gradient)
             values = gradient[rows]
-        else:
-            raise refused_layout(gradient, self._spec.layout.slots[0].name, self._exchange.rank)
         if accumulating and values.dtype is not torch.float32:
             values = values.float()
         if self.filled[position]:
@@ -87,14 +81,6 @@ class RowGradient:
     def _nothing(self) -> tuple[Tensor, Tensor]:
         rows = torch.empty(0, dtype=torch.int64, device="cpu")
         return rows, torch.empty(0, self._spec.row, dtype=self._dtype, device="cpu")
-
-
-def refused_layout(gradient: Tensor, name: str, rank: int) -> StepError:
-    """What to raise for a gradient that is neither dense nor of rows."""
-    return StepError(
-        f"rank {rank}: parameter {name!r} got a {gradient.layout} gradient, expected a dense one or rows of one "
-        "(torch.sparse_coo, as nn.Embedding(sparse=True) has)"
-    )
 
 
 def _touched(gradient: Tensor) -> Tensor:
