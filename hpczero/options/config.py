@@ -469,6 +469,36 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
+class LocalOptions:
+    """Groups that train apart, each a job of its own, and average their weights.
+
+    Attributes:
+        steps: steps between averages; 0: there are no groups.
+        groups: how many; each step has as many global batches, one of each group.
+        group: which one this job is, from 0.
+        folder: where the groups meet, on a file system that all of them see; a new one for each run.
+        patience_s: seconds without a sign of life after which the others go on without a group; more than a step takes.
+    """
+
+    steps: int = 0
+    groups: int = 2
+    group: int = 0
+    folder: str | None = None
+    patience_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        require_amount("local", self, "steps", "group")
+        require(self.groups >= 2, "local.groups", self.groups, "2 or more")
+        require(0 < self.patience_s < math.inf, "local.patience_s", self.patience_s, "above 0")
+        if not self.steps:
+            return
+        require(
+            self.group < self.groups, "local.group", self.group, f"below {self.groups}, the groups"
+        )
+        require(self.folder is not None, "local.folder", "none", "a folder that all groups see")
+
+
+@dataclass(frozen=True)
 class EvaluationOptions:
     """Loss on the held-out part of the data.
 
@@ -568,6 +598,7 @@ class RunConfig:
         parallel: ZeRO stage, precision, nodes, and which ranks share what.
         offload: what rests in memory of the host or on disk.
         activations: what backward computes again, and where inputs of blocks rest.
+        local: groups that train apart and average their weights.
         evaluation: held-out loss.
         checkpoint: when, and how many stay.
         resume: where to begin.
@@ -581,6 +612,7 @@ class RunConfig:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     activations: ActivationOptions = field(default_factory=ActivationOptions)
+    local: LocalOptions = field(default_factory=LocalOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     resume: ResumeOptions = field(default_factory=ResumeOptions)

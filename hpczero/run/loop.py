@@ -173,7 +173,7 @@ def take_steps(run: Run) -> int:
     stragglers = Stragglers(given.topology, every=config.log.stragglers_every)
     expectation = Expectation(run.foretold)
     stopped, found, drawn_s = False, None, time.monotonic()
-    with run.records or nullcontext(), checkpoints:
+    with run.records or nullcontext(), checkpoints, run.local or nullcontext():
         for number in range(run.start, config.train.steps):
             given.accelerator.reset_peak()
             taken, done = run.step.take(number), number + 1
@@ -183,6 +183,8 @@ def take_steps(run: Run) -> int:
                 run.balance.note(taken.own_s)
                 if said := run.balance.decide():
                     log.info("%s", said)
+            if run.local is not None and (said := run.local.after_step(done)):
+                log.info("%s", said)
 
             found = run.evaluation.after(done)
             for line in stragglers.report(done):

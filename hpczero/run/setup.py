@@ -25,6 +25,7 @@ from hpczero.planner.choice import Foretold
 from hpczero.run.balance import Balance, balance_of
 from hpczero.run.checkpoints import RunCheckpoints, Start
 from hpczero.run.evaluation import Evaluation, passes_of
+from hpczero.run.local_steps import LocalSteps
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.results.records import Records
@@ -81,6 +82,7 @@ class Run:
         checkpointing: calls its blocks; None where backward computes nothing again.
         step: takes the training steps.
         balance: who has how many samples of a micro-batch; None: all have equally many.
+        local: averages with other groups; None: there are none. Not entered yet.
         evaluation: measures the loss over held-out text.
         checkpoints: when the run saves; not entered yet.
         identity: what checkpoints state of the run.
@@ -104,6 +106,7 @@ class Run:
     checkpointing: Checkpointing | None
     step: TrainingStep
     balance: Balance | None
+    local: LocalSteps | None
     evaluation: Evaluation
     checkpoints: RunCheckpoints
     identity: dict[str, Any]
@@ -168,6 +171,10 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     with topology.agreed("hold the job's time against a save"):
         deadline.check_room(save_s=checkpoints.save_s)
     begin = checkpoints.begin(source, identity)
+    local = None
+    if config.local.steps:
+        local = LocalSteps(config.local, model, steps=config.train.steps)
+        begin = replace(begin, step=local.rejoin(begin.step))
     set_options(optimizer, config.train)
     with topology.agreed("lay out the passes of a step"):
         balance = balance_of(config, topology, batch.micro_batch)
@@ -186,6 +193,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     sharding.advice.weighted = balance is not None
     tell_header(sharding, accelerator, reading, config, batch, adapter, checkpointing, room.run)
     rank, size = topology.data.rank, topology.data.size
+    groups, group = (1, 0) if local is None else (config.local.groups, config.local.group)
     return Run(
         given=replace(given, config=config),
         adapter=adapter,
@@ -202,7 +210,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             optimizer,
             passes=passes,
             samples=lambda number, micro: batches.micro_batch(
-                number,
+                number * groups + group,
                 micro,
                 rank,
                 size,
@@ -216,6 +224,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             checkpointing=checkpointing,
         ),
         balance=balance,
+        local=local,
         evaluation=Evaluation(
             model,
             held_out,
