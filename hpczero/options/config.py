@@ -488,6 +488,7 @@ class LocalOptions:
 
     def __post_init__(self) -> None:
         require_amount("local", self, "steps", "group")
+        require_path("local.folder", self.folder)
         require(self.groups >= 2, "local.groups", self.groups, "2 or more")
         require(0 < self.patience_s < math.inf, "local.patience_s", self.patience_s, "above 0")
         if not self.steps:
