@@ -474,7 +474,7 @@ class LocalOptions:
 
     Attributes:
         steps: steps between averages; 0: there are no groups.
-        groups: how many; each step has as many global batches, one of each group.
+        groups: how many, of equally many ranks; all of them together have the global batch of a step.
         group: which one this job is, from 0.
         folder: where the groups meet, on a file system that all of them see; a new one for each run.
         patience_s: seconds without a sign of life after which the others go on without a group; more than a step takes.
@@ -618,6 +618,18 @@ class RunConfig:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     log: LogOptions = field(default_factory=LogOptions)
+
+    def __post_init__(self) -> None:
+        if self.groups > 1 and self.parallel.auto:
+            raise ConfigError(
+                "parallel.auto: got true with local.steps; the planner knows nothing of groups; expected false, and "
+                "parallel.stage and train.micro_batch as python -m hpczero.plan chooses them for one group"
+            )
+
+    @property
+    def groups(self) -> int:
+        """How many groups of ranks share the global batch; 1: all ranks train together."""
+        return self.local.groups if self.local.steps else 1
 
     def pinned(self, global_batch: int) -> RunConfig:
         """The same options with the global batch spelled out, so that they mean the same run on any number of ranks.

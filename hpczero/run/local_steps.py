@@ -35,7 +35,7 @@ from torch import nn
 from typing_extensions import Self
 
 import hpczero
-from hpczero.errors import StepError
+from hpczero.errors import ConfigError, StepError
 from hpczero.files import durable
 from hpczero.files.regular import is_there, parse_json, read_text
 from hpczero.options.config import LocalOptions
@@ -57,10 +57,10 @@ class LocalSteps:
         read_nbytes, written_nbytes: of the folder, by this rank so far.
     """
 
-    def __init__(self, options: LocalOptions, model: nn.Module, *, steps: int) -> None:
-        """Not collective. ``steps``: of the whole run; the last one ends with an average."""
+    def __init__(self, options: LocalOptions, model: nn.Module, *, steps: int, run: Path) -> None:
+        """Not collective. ``steps``: of the whole run; the last one ends with an average. ``run``: its folder."""
         assert options.folder is not None, "checked"
-        self._options, self._steps = options, steps
+        self._options, self._steps, self._run = options, steps, str(run.resolve())
         self._sharding = hpczero.sharding(model)
         self._topology = self._sharding.topology
         self._units = [unit for unit in self._sharding.units if unit.spec.trainable]
@@ -68,7 +68,9 @@ class LocalSteps:
         self._ended = threading.Event()
         self._beating: threading.Thread | None = None
         self.read_nbytes = self.written_nbytes = 0
-        plan = repr([self._sharding.plan.units, self._topology.size, options.steps, options.groups])
+        plan = repr(
+            [self._sharding.plan.units, self._topology.size, options.steps, options.groups, steps]
+        )
         self._plan = f"{zlib.crc32(plan.encode()):08x}"
 
     def __enter__(self) -> Self:
@@ -85,17 +87,45 @@ class LocalSteps:
             with suppress(OSError):  # from now on nobody waits for this group
                 self._alive(self._options.group).unlink()
 
-    def rejoin(self, start: int) -> int:
-        """Take the newest mean, if it is newer than step ``start``. Returns the step that the run goes on from."""
+    def rejoin(self, start: int, *, began: bool) -> int:
+        """Take the newest mean, if it is newer than step ``start``. Returns the step that the run goes on from.
+
+        Args:
+            start: steps done.
+            began: whether this run has trained before.
+
+        Raises:
+            ConfigError: another run trains as this group, or the folder is left over from runs that have ended.
+        """
         newest = start
         with self._topology.agreed("look for averages of other groups"):
             if self._topology.is_root:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                newest = max([start, *self._decided()])
+                newest = self._newest(start, began)
         newest = int(self._topology.broadcast_text(str(newest)))
         if newest > start:
-            self._take(newest, self._members(newest))
+            self._take(newest, self._checked(newest, self._members(newest)))
         self._leave()
+        return newest
+
+    def _newest(self, start: int, began: bool) -> int:
+        """Step of the newest mean, or ``start``; from now on the others wait for this group."""
+        own, group = self._alive(self._options.group), self._options.group
+        if self._lives(group) and (other := read_text(own)) != self._run:
+            raise ConfigError(
+                f"local.group: got {group}, and {other} is training as group {group}; give each group a number of its "
+                f"own (if that run was killed, wait {self._options.patience_s:g} s)"
+            )
+        living = [other for other in range(self._options.groups) if self._lives(other)]
+        newest = max([start, *self._decided()])
+        if newest > start and not began and not living:
+            raise ConfigError(
+                f"local.folder: {self._folder} holds averages up to step {newest}, no group is training, and this run "
+                "has not begun; expected a new folder (or, to go on with those runs, start one of them first that has "
+                "a checkpoint)"
+            )
+        own.unlink(missing_ok=True)
+        self._live()
         return newest
 
     def after_step(self, done: int) -> str:
@@ -192,10 +222,11 @@ class LocalSteps:
 
     def _lives(self, group: int) -> bool:
         """Whether a group has shown life of late. See [Note: Who is waited for]."""
-        own, other = self._alive(self._options.group), self._alive(group)
-        own.touch()  # both times are the file server's
+        clock = self._folder / f".group-{self._options.group}.clock"
+        clock.touch()  # both times are the file server's
         try:
-            return own.stat().st_mtime - other.stat().st_mtime <= self._options.patience_s
+            seen = self._alive(group).stat().st_mtime
+            return clock.stat().st_mtime - seen <= self._options.patience_s
         except FileNotFoundError:
             return False
 
@@ -207,7 +238,7 @@ class LocalSteps:
                 if said["plan"] != self._plan:
                     raise StepError(
                         f"group {group} trains another model than group {self._options.group}, or on another number of "
-                        "ranks, or with other local.steps or local.groups; expected the same in all groups"
+                        "ranks, or with other local.steps, local.groups or train.steps; expected the same in all groups"
                     )
         return members
 
@@ -219,6 +250,7 @@ class LocalSteps:
             files = [stack.enter_context(self._part(step, g).open("rb")) for g in members]
             checksums = [0] * len(members)
             for part in self._parts(changes=True):
+                self._live()
                 with part as values, torch.no_grad():
                     total = np.zeros(values.numel(), np.float64)
                     for index, file in enumerate(files):
@@ -240,8 +272,8 @@ class LocalSteps:
     def _leave(self) -> None:
         """This group lives, and old rounds go."""
         with self._topology.agreed("leave the round"):
+            self._live()
             if self._topology.is_root:
-                self._alive(self._options.group).touch()
                 for old in self._decided()[:-KEPT]:
                     shutil.rmtree(self._round(old), ignore_errors=True)
 
@@ -271,11 +303,20 @@ class LocalSteps:
     def _alive(self, group: int) -> Path:
         return self._folder / f"group-{group}.alive"
 
+    def _live(self) -> None:
+        """A sign of life."""
+        if self._topology.is_root:
+            path = self._alive(self._options.group)
+            try:
+                os.utime(path)
+            except FileNotFoundError:  # somebody tidied up
+                durable.write_text(path, self._run)
+
     def _beat(self) -> None:
         """Runs on a thread until the steps are over."""
         while not self._ended.wait(self._options.patience_s / BEATS):
             with suppress(OSError):
-                os.utime(self._alive(self._options.group))
+                self._live()
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def metrics_of(run: Run, taken: Taken, done: int, found: Found | None) -> StepMe
     sharding, watch = hpczero.sharding(run.model), taken.watch
     tokens = run.batch.global_batch * run.adapter.context
     tokens_per_s = tokens / taken.step_s
-    size = run.given.topology.size
+    size = run.given.topology.size * run.config.groups
     tflops = achieved_tflops(tokens_per_s, run.flops_per_unit, size)
     peak = run.config.log.peak_tflops
     return StepMetrics(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from hpczero.activations import Checkpointing
 from hpczero.adapters.base import Adapter
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
 from hpczero.job import log
+from hpczero.job.group import Group
 from hpczero.job.signals import Signals
 from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig
@@ -173,8 +174,9 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     begin = checkpoints.begin(source, identity)
     local = None
     if config.local.steps:
-        local = LocalSteps(config.local, model, steps=config.train.steps)
-        begin = replace(begin, step=local.rejoin(begin.step))
+        local = LocalSteps(config.local, model, steps=config.train.steps, run=folder.path)
+        began = begin.resumed and begin.own
+        begin = replace(begin, step=local.rejoin(begin.step, began=began))
     set_options(optimizer, config.train)
     with topology.agreed("lay out the passes of a step"):
         balance = balance_of(config, topology, batch.micro_batch)
@@ -192,8 +194,6 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     sharding = hpczero.sharding(model)
     sharding.advice.weighted = balance is not None
     tell_header(sharding, accelerator, reading, config, batch, adapter, checkpointing, room.run)
-    rank, size = topology.data.rank, topology.data.size
-    groups, group = (1, 0) if local is None else (config.local.groups, config.local.group)
     return Run(
         given=replace(given, config=config),
         adapter=adapter,
@@ -209,14 +209,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             model,
             optimizer,
             passes=passes,
-            samples=lambda number, micro: batches.micro_batch(
-                number * groups + group,
-                micro,
-                rank,
-                size,
-                batch.accumulation,
-                None if balance is None else balance.shares,
-            ),
+            samples=_draw(config, batches, batch, topology.data, balance),
             accelerator=accelerator,
             clip=config.train.clip or None,
             scheduler=scheduler,
@@ -264,6 +257,28 @@ def _look_back(
     return config, attempts
 
 
+def _draw(
+    config: RunConfig, batches: Any, batch: Batch, data: Group, balance: Balance | None
+) -> Callable[[int, int], tuple[Any, ...]]:
+    """Takes a step's number and a micro step, and returns the samples that this rank computes then.
+
+    Ranks of one group of local steps come after those of the groups before it.
+    """
+    others = [batch.micro_batch] * data.size
+    group = config.local.group if config.groups > 1 else 0
+    before, after = others * group, others * (config.groups - 1 - group)
+
+    def drawn(number: int, micro: int) -> tuple[Any, ...]:
+        shares = None if balance is None else [*before, *balance.shares, *after]
+        rank, size = len(before) + data.rank, config.groups * data.size
+        found: tuple[Any, ...] = batches.micro_batch(
+            number, micro, rank, size, batch.accumulation, shares
+        )
+        return found
+
+    return drawn
+
+
 def _hold_against_ranks_and_data(
     given: Given, config: RunConfig, folder: RunFolder, attempts: Attempts
 ) -> tuple[Batch, RunData, Adapter]:
@@ -275,9 +290,9 @@ def _hold_against_ranks_and_data(
     topology = given.topology
     with topology.agreed("hold the ranks against the batch of this run"):
         if topology.is_root:
-            resume.check_ranks(config, folder, topology.data.size)
+            resume.check_ranks(config, folder, topology.data.size * config.groups)
     with topology.agreed("spread the batch over the ranks"):
-        batch = Batch.resolve(config.train, topology.data.size)
+        batch = Batch.resolve(config.train, topology.data.size * config.groups)
     try:
         reading, adapter = open_reading(config, given.adapter, topology, signals=given.signals)
     except StoppedEarly:

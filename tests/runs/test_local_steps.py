@@ -39,11 +39,12 @@ class Group:
 
     def local(self, folder: Path, **changes: Any) -> LocalSteps:
         given = {"steps": 2, "groups": GROUPS, "group": self.index, "patience_s": 30.0} | changes
-        return LocalSteps(LocalOptions(folder=str(folder), **given), self.model, steps=100)
+        run = folder / f"run-{self.index}"
+        return LocalSteps(LocalOptions(folder=str(folder), **given), self.model, steps=100, run=run)
 
-    def joined(self, local: LocalSteps, start: int = 0) -> int:
+    def joined(self, local: LocalSteps, start: int = 0, *, began: bool = True) -> int:
         """All groups have begun."""
-        found = local.rejoin(start)
+        found = local.rejoin(start, began=began)
         self._all.Barrier()
         return found
 
@@ -137,10 +138,8 @@ def test_the_others_go_on_without_a_group_that_shows_no_life_and_it_comes_back(
             group.step(1)
             local.after_step(2)
         world.comm.Barrier()
-        if (
-            group.index == 1 and world.rank * GROUPS % world.size == 0
-        ):  # killed: its last sign of life stays
-            (world.folder / "group-1.alive").touch()
+        if world.rank == 0:  # killed: its last sign of life stays
+            (world.folder / "group-1.alive").write_text(str(world.folder / "run-1"))
         world.comm.Barrier()
         if group.index == 0:
             with group.local(world.folder, patience_s=0.5) as other:
@@ -169,7 +168,7 @@ def test_a_group_that_was_left_behind_says_so(world: World, group: Group):
     with group.world.zeroified(group.model, group.optimizer):
         if group.index == 0:
             with group.local(world.folder) as local:
-                local.rejoin(0)
+                local.rejoin(0, began=False)
                 local.after_step(2)
                 local.after_step(4)
         world.comm.Barrier()
@@ -183,6 +182,30 @@ def test_a_group_that_was_left_behind_says_so(world: World, group: Group):
             ):
                 late.after_step(2)
         world.comm.Barrier()
+
+
+def test_left_over_folders_and_numbers_that_are_taken_are_refused_by_name(
+    world: World, group: Group
+):
+    with group.world.zeroified(group.model, group.optimizer):
+        with group.local(world.folder) as local:
+            group.joined(local, began=False)
+            local.after_step(2)
+            taken = LocalSteps(
+                LocalOptions(steps=2, group=group.index, folder=str(world.folder)),
+                group.model,
+                steps=100,
+                run=world.folder / "another",
+            )
+            with pytest.raises(
+                ConfigError, match=rf"run-{group.index} is training as group {group.index}; give"
+            ):
+                taken.rejoin(0, began=False)
+            world.comm.Barrier()
+        world.comm.Barrier()
+        with pytest.raises(ConfigError, match="holds averages up to step 2, no group is training"):
+            group.local(world.folder).rejoin(0, began=False)
+        world.check(group.local(world.folder).rejoin(1, began=True) == 2)
 
 
 def test_another_model_and_changed_bytes_are_refused_by_name(world: World):
@@ -203,7 +226,7 @@ def test_another_model_and_changed_bytes_are_refused_by_name(world: World):
             part.write_bytes(b"\1" + part.read_bytes()[1:])
         world.comm.Barrier()
         with pytest.raises(StepError, match=r"group-1\.rank-0: the bytes are not those"):
-            local.rejoin(10)
+            local.rejoin(10, began=True)
     group.close()
 
 

@@ -152,6 +152,8 @@ def describe_run(
     """
     kind = "rank(s)" if data.is_job else "data parallel rank(s)"
     each = f" x {seq_len} {unit}s" if seq_len > 1 else ""
+    if config.groups > 1:
+        kind += f" x {config.groups} groups"
     folder = RunFolder.of(config.run)
     shown = f"\ncurves: tensorboard --logdir {folder.tensorboard}"
     curves = shown if config.log.tensorboard else ""

@@ -151,7 +151,7 @@ def _check(config: RunConfig, model: GPTConfig | None, environment: Environment)
     nodes = config.parallel.nodes or environment.fake_nodes
     if nodes is not None:
         parse_nodes(nodes, size)
-    ranks = data_ranks(config.parallel, size)
+    ranks = data_ranks(config.parallel, size) * config.groups
     folder = RunFolder.of(config.run)
     folder.check()
     attempts = Attempts(folder, environment)

@@ -70,6 +70,7 @@ TELLING = {
         "clip",
     ),
     "parallel": ("precision", "reduce", "gather"),
+    "local": ("steps", "groups"),
 }
 
 
