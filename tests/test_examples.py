@@ -22,6 +22,7 @@ COMMANDS = {
         "own_loop.py": 2,
         "convnet.py": 2,
         "resume_later.py": 2,
+        "several_tasks.py": 2,
         "split_your_own.py": 4,
     }.items()
 }
@@ -50,6 +51,7 @@ def test_every_example_is_in_the_list_and_is_run_here() -> None:
         "convnet.py",
         "resume_later.py",
         "larger_than_memory.py",
+        "several_tasks.py",
         "split_your_own.py",
         "adapters.py",
     }
@@ -62,6 +64,21 @@ def test_every_example_is_in_the_list_and_is_run_here() -> None:
 def test_own_loop_learns() -> None:
     first, last = losses(run_example(2, "own_loop.py"))
     assert last < 0.4 * first
+
+
+@pytest.mark.limit(LIMIT_S + 30)
+@pytest.mark.slow
+def test_every_task_learns(tmp_path: Path) -> None:
+    finished = run_example(2, "several_tasks.py", "--folder", str(tmp_path))
+    fell = r"^(\w+): (\d+) micro-batches, loss fell from ([\d.]+) to ([\d.]+)"
+    found = re.findall(fell, finished.stdout, re.MULTILINE)
+    assert [(task, int(count)) for task, count, *_ in found] == [
+        ("waves", 150),
+        ("steps", 100),
+        ("lines", 50),
+    ]
+    assert all(float(last) < 0.4 * float(first) for *_, first, last in found), found
+    assert {path.name for path in tmp_path.iterdir()} == {task for task, *_ in found}
 
 
 @pytest.mark.limit(2 * LIMIT_S)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hpczero.errors import ConfigError
-from hpczero.finetune.lowrank import CHILD, LowRank
+from hpczero.finetune.lowrank import LowRank, check_task, products_of
 from hpczero.zero.buffers import persistent_buffers
 
 
@@ -99,42 +99,44 @@ class Adapted:
         base: the model below the products, whose names the merged weights have: the model itself, or what peft wraps.
         products: in the order of the model.
         adapter: peft's name of the adapter; None where the products are ours.
+        left_out: names of the parameters of other tasks' products.
     """
 
     base: nn.Module
     products: tuple[Product, ...]
     adapter: str | None = None
+    left_out: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: nn.Module) -> Adapted:
-        """Find them. Not collective.
+    def of(cls, model: nn.Module, task: str | None = None) -> Adapted:
+        """Find them; of several tasks those of ``task``. Not collective.
 
         Raises ConfigError: there are none, or they are of a kind that cannot be merged tensor by tensor.
         """
         if is_peft(model):
             return _of_peft(model)
-        products = tuple(
-            Product(
-                f"{name}.weight",
-                f"{name}.{CHILD}.A",
-                f"{name}.{CHILD}.B",
-                product.scale,
-                product.transposed,
-            )
-            for name, module in model.named_modules()
-            if isinstance(product := module._modules.get(CHILD), LowRank)
-        )
+        check_task(model, task)
+        products, left_out = [], set()
+        for name, module in model.named_modules():
+            for child, product in products_of(module).items():
+                a, b = f"{name}.{child}.A", f"{name}.{child}.B"
+                if product.task == task:
+                    products.append(
+                        Product(f"{name}.weight", a, b, product.scale, product.transposed)
+                    )
+                else:
+                    left_out |= {a, b}
         if not products:
             raise ConfigError(
                 f"{type(model).__name__} has no low-rank products; make them by finetune.lora(model) or by peft before "
                 "zeroify"
             )
-        return cls(model, products)
+        return cls(model, tuple(products), left_out=frozenset(left_out))
 
     def plain_name(self, name: str) -> str | None:
         """The name that a parameter or buffer has in the model without products; None: it is not there."""
         if self.adapter is None:
-            return None if f".{CHILD}." in f".{name}" and self._is_product(name) else name
+            return None if self._is_product(name) or name in self.left_out else name
         if self._is_product(name) or ".original_module." in name:
             return None
         name = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")

@@ -22,7 +22,7 @@ from hpczero.checkpoint.foreign.streaming import FolderWriter, NewFolder, Pairs,
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import ConfigError
 from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product, is_peft, saved_by_peft
-from hpczero.finetune.lowrank import CHILD, LowRank, merged
+from hpczero.finetune.lowrank import child_of, merged, products_of
 from hpczero.memory.buffers import DTYPES
 from hpczero.zero.full_state import is_whole
 from hpczero.zero.sharding import Sharding
@@ -43,7 +43,7 @@ def save_adapter(
     Args:
         model: zeroified; with products of ``finetune.lora``, or a model of peft with any adapter of its.
         folder: made; it must not exist yet, or be empty.
-        adapter: peft's name of the adapter, where there are several.
+        adapter: where there are several, peft's name of the adapter or the task of ``finetune.lora``.
         base: name or folder of the base model, for the adapter's config; None: as the model's config has it.
 
     Returns:
@@ -67,12 +67,14 @@ def save_adapter(
                             **({} if adapter is None else {"selected_adapters": [adapter]}),
                         )
                 else:
-                    _write_own(model, values, made.path, base)
+                    _write_own(model, values, made.path, base, adapter)
                 made.commit()
     return folder
 
 
-def save_merged(model: nn.Module, folder: str | Path, *, dtype: str = "fp32") -> Path:
+def save_merged(
+    model: nn.Module, folder: str | Path, *, dtype: str = "fp32", task: str | None = None
+) -> Path:
     """Write the weights with each product added to its layer, under the base model's names. Collective over world.
 
     Sums are taken in fp32 from the trained masters and from the frozen values as they are held: in the dtype of
@@ -83,6 +85,7 @@ def save_merged(model: nn.Module, folder: str | Path, *, dtype: str = "fp32") ->
         folder: made; it must not exist yet, or be empty. Models of transformers put their config there too, so
             ``from_pretrained(folder)`` loads it.
         dtype: "fp32", "bf16" or "fp16", of parameters. Buffers keep theirs.
+        task: of several, whose products are added.
 
     Returns:
         ``folder``.
@@ -97,7 +100,7 @@ def save_merged(model: nn.Module, folder: str | Path, *, dtype: str = "fp32") ->
     with topology.agreed("look for products to merge"):
         if dtype not in DTYPES:
             raise ConfigError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
-        adapted = Adapted.of(model)
+        adapted = Adapted.of(model, task)
     stream(model, lambda tensors: _Merging(adapted, tensors, DTYPES[dtype], folder))
     return folder
 
@@ -147,8 +150,16 @@ class _Merging(FolderWriter):
 # --- our own products in peft's format -------------------------------------------------------------------------------
 
 
-def _write_own(model: nn.Module, values: dict[str, Tensor], folder: Path, base: str | None) -> None:
-    products = Adapted.of(model).products
+def _write_own(
+    model: nn.Module,
+    values: dict[str, Tensor],
+    folder: Path,
+    base: str | None,
+    task: str | None,
+) -> None:
+    adapted, child = Adapted.of(model, task), child_of(task)
+    products = adapted.products
+    values = {name: each for name, each in values.items() if name not in adapted.left_out}
     own = {name for product in products for name in (product.a, product.b)}
     others = [name for name in values if name not in own]
     whole = sorted({name.rpartition(".")[0] for name in others})
@@ -161,9 +172,9 @@ def _write_own(model: nn.Module, values: dict[str, Tensor], folder: Path, base: 
                 "peft's format has whole modules beside products; train all of it or nothing, or write the merged "
                 "weights by finetune.save_merged"
             )
-    tensors = {_peft_name(name): value.contiguous() for name, value in values.items()}
+    tensors = {_peft_name(name, child): value.contiguous() for name, value in values.items()}
     save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
-    first = next(m for m in model.modules() if isinstance(m, LowRank))
+    first = next(p[child] for m in model.modules() if child in (p := products_of(m)))
     config = getattr(model, "config", None)
     said = {
         "peft_type": "LORA",
@@ -181,10 +192,10 @@ def _write_own(model: nn.Module, values: dict[str, Tensor], folder: Path, base: 
     (folder / ADAPTER_CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
-def _peft_name(name: str) -> str:
+def _peft_name(name: str, child: str) -> str:
     for part in ("A", "B"):
-        if name.endswith(f".{CHILD}.{part}"):
-            return f"{PEFT_PREFIX}{name.removesuffix(f'.{CHILD}.{part}')}.lora_{part}.weight"
+        if name.endswith(f".{child}.{part}"):
+            return f"{PEFT_PREFIX}{name.removesuffix(f'.{child}.{part}')}.lora_{part}.weight"
     return PEFT_PREFIX + name
 
 

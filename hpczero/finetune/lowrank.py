@@ -4,6 +4,7 @@
 
 The layer stays the object that it was, with its names. Its product is a child, ``layer.lora``, which a forward hook
 adds. So a module that reads the layer's hooks, as ``nn.TransformerEncoderLayer`` does before its fused path, sees them.
+A layer may have a product for each of several tasks, ``layer.lora_<task>``; a forward adds that of one of them.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022, sec. 4.1.
 """
@@ -17,16 +18,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpczero.errors import ConfigError, PlanError
+from hpczero.data.sources import Turns
+from hpczero.errors import ConfigError, PlanError, StepError
 from hpczero.zero.calls.ways import leaves_nothing
 from hpczero.zero.filling import KnownValues, RangeInitializer
 from hpczero.zero.sharding import KEY as ZEROIFIED
 
 ALL_LINEAR = "all-linear"
 CHILD = "lora"
+DRAWN = re.compile(rf"(.*\.)?{CHILD}(_\w+)?\.[AB]")
 NAMED = 8  # names in a message
 
 
@@ -39,7 +43,11 @@ class LowRank(nn.Module):
         scale: of the product, alpha / rank.
         dropout: of the input.
         transposed: whether the layer keeps its weight as (in, out).
+        task: of several, whose product it is; None: every forward adds it.
+        chosen: the task that ``use`` has chosen last.
     """
+
+    chosen: str | None = None
 
     def __init__(
         self,
@@ -50,13 +58,14 @@ class LowRank(nn.Module):
         scale: float,
         dropout: float = 0.0,
         transposed: bool = False,
+        task: str | None = None,
         device: torch.device | None = None,
     ) -> None:
         """Values are not set; ``draw`` follows."""
         super().__init__()
         self.A = nn.Parameter(torch.empty(rank, size_in, dtype=torch.float32, device=device))
         self.B = nn.Parameter(torch.empty(size_out, rank, dtype=torch.float32, device=device))
-        self.scale, self.transposed = scale, transposed
+        self.scale, self.transposed, self.task = scale, transposed, task
         self.dropout = nn.Dropout(dropout)
 
     @property
@@ -76,12 +85,12 @@ class LowRank(nn.Module):
 
 
 def draw(name: str, values: Tensor, seed: int = 0) -> None:
-    """First values of ``...lora.A`` (uniform, variance 1 / (3 in)) or ``...lora.B`` (zero), in place, fp32 on the host.
+    """First values of ``A`` of a product (uniform, variance 1 / (3 in)) or ``B`` (zero), in place, fp32 on the host.
 
     The bits depend on ``seed`` and the qualified name, not on ranks or on other parameters.
     """
     with torch.no_grad():
-        if name.endswith(f"{CHILD}.B"):
+        if name.endswith(".B"):
             values.zero_()
             return
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -97,6 +106,7 @@ def lora(
     targets: str | Sequence[str] = ALL_LINEAR,
     dropout: float = 0.0,
     seed: int = 0,
+    task: str | None = None,
 ) -> nn.Module:
     """Freeze ``model`` and put a trained low-rank product beside each target. Not collective; same on every rank.
 
@@ -113,13 +123,15 @@ def lora(
             transformers and layers whose weight is tied.
         dropout: probability with which an element of a product's input is dropped in training.
         seed: of the first values.
+        task: an identifier: the products are those of this task, named ``<layer>.lora_<task>``, and a forward adds them
+            after ``use(model, task)`` alone. One call for each task; products of earlier calls go on to train.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        ConfigError: ``rank``, ``alpha`` or ``dropout`` cannot be; a target matches nothing, or a layer that cannot have
-            a product. The message names it.
+        ConfigError: ``rank``, ``alpha``, ``dropout`` or ``task`` cannot be; a target matches nothing, or a layer that
+            cannot have a product. The message names it.
         PlanError: the model was zeroified, or has products already.
     """
     if type(rank) is not int or rank < 1:
@@ -128,6 +140,9 @@ def lora(
         raise ConfigError(f"dropout: got {dropout!r}, expected at least 0 and below 1")
     if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
         raise ConfigError(f"alpha: got {alpha!r}, expected a number above 0, or None for {rank}")
+    if task is not None and not re.fullmatch(r"[A-Za-z0-9]\w*", task, re.ASCII):
+        raise ConfigError(f"task: got {task!r}, expected letters, digits and underscores")
+    earlier = set()
     for name, module in model.named_modules():
         if ZEROIFIED in module.__dict__:
             raise PlanError(
@@ -135,12 +150,15 @@ def lora(
                 "what it finds"
             )
         if isinstance(module, LowRank):
-            raise PlanError(
-                f"the model has low-rank products already, first {name!r}; call finetune.lora once, or "
-                "finetune.merge first"
-            )
+            if task is None or module.task in (None, task):
+                raise PlanError(
+                    f"the model has low-rank products already, first {name!r}; call finetune.lora once for each task, "
+                    "or finetune.merge first"
+                )
+            earlier |= {id(module.A), id(module.B)}
     chosen = _chosen(model, targets)
-    model.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in earlier)
     for name, module in chosen.items():
         size_in, size_out, transposed = _sizes(module)
         product = LowRank(
@@ -150,17 +168,69 @@ def lora(
             scale=1.0 if alpha is None else alpha / rank,
             dropout=dropout,
             transposed=transposed,
+            task=task,
             device=module.weight.device,  # type: ignore[arg-type]
         )
         for part, parameter in (("A", product.A), ("B", product.B)):
             if not parameter.is_meta:
                 values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                draw(f"{name}.{CHILD}.{part}", values, seed)
+                draw(f"{name}.{child_of(task)}.{part}", values, seed)
                 parameter.data.copy_(values)
         product.train(module.training)
-        module.add_module(CHILD, product)
-        module.register_forward_hook(_add, with_kwargs=True)
+        module.add_module(child_of(task), product)
+        if _add not in module._forward_hooks.values():
+            module.register_forward_hook(_add, with_kwargs=True)
     return model
+
+
+def child_of(task: str | None) -> str:
+    """Name of the product in its layer."""
+    return CHILD if task is None else f"{CHILD}_{task}"
+
+
+def use(model: nn.Module, task: str) -> None:
+    """From now on forwards add the products of ``task``. Not collective: ranks may train different tasks in one step.
+
+    Call it before a forward, and not again before the backward that follows: activation checkpointing repeats the
+    forward in it.
+
+    Raises:
+        ConfigError: ``finetune.lora`` made no products for ``task``.
+    """
+    products = [each for each in model.modules() if isinstance(each, LowRank)]
+    known = sorted({each.task for each in products if each.task is not None})
+    if task not in known:
+        raise ConfigError(f"task: got {task!r}, expected one of {known}, which finetune.lora made")
+    for each in products:
+        each.chosen = task
+
+
+class Tasks:
+    """Which task each micro-batch is of: exact proportions, on any number of ranks, with nothing to save.
+
+    Micro-batches are counted through the whole run, over steps, micro steps and ranks. Up to any of them a task has its
+    weight's share of them, less than one micro-batch for each task before it away.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """``weights``: above 0, by task; those of decimal digits are taken as they are written.
+
+        Raises:
+            ConfigError: a weight is not above 0, or they have no common period of at most a million.
+        """
+        self._names = list(weights)
+        self._turns = Turns([*weights.values()])
+
+    def of(
+        self, step: int, rank: int, world_size: int, micro_step: int = 0, accumulation: int = 1
+    ) -> tuple[str, int]:
+        """The task of one micro-batch, and how many micro-batches that task had before. Not collective.
+
+        The second number is the ``step`` that ``hpczero.data.Batches`` of the task's data takes on one rank.
+        """
+        place = (step * accumulation + micro_step) * world_size + rank
+        task, before = self._turns.of(np.array([place]))
+        return self._names[int(task[0])], int(before[0])
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -168,7 +238,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def merge(model: nn.Module) -> nn.Module:
+def merge(model: nn.Module, *, task: str | None = None) -> nn.Module:
     """Add each product to its layer's weight and take it away. Not collective.
 
     The sum is taken in fp32 and rounded once to the dtype of the weight. All parameters are frozen afterwards as they
@@ -176,35 +246,55 @@ def merge(model: nn.Module) -> nn.Module:
 
     Args:
         model: plain: before ``zeroify``, or after ``hpczero.release(model, whole=True)``.
+        task: of several, whose products are added; those of the others are taken away too.
 
     Returns:
         ``model`` itself, with the names that it had before ``lora``.
 
     Raises:
+        ConfigError: there are products of tasks, and ``task`` is none of them.
         PlanError: the model is zeroified, or its values are not there.
     """
+    check_task(model, task)
     if any(ZEROIFIED in module.__dict__ for module in model.modules()):
         raise PlanError(
             "the model is zeroified, so no rank has its values; write the merged weights by "
             "finetune.save_merged(model, folder), or call hpczero.release(model, whole=True) first"
         )
     for name, module in model.named_modules():
-        product = module._modules.get(CHILD)
-        if not isinstance(product, LowRank):
-            continue
-        weight = module.weight
-        if weight.is_meta or weight.numel() != product.A.shape[1] * product.B.shape[0]:
-            raise PlanError(
-                f"the values of {name}.weight are not there; load them first, or release with whole=True"
-            )
-        with torch.no_grad():
-            weight.copy_(merged(weight, product.A, product.B, product.scale, product.transposed))
-        del module._modules[CHILD]
+        products = products_of(module)
+        for child, product in products.items():
+            weight = module.weight
+            if weight.is_meta or weight.numel() != product.A.shape[1] * product.B.shape[0]:
+                raise PlanError(
+                    f"the values of {name}.weight are not there; load them first, or release with whole=True"
+                )
+            if product.task == task:
+                with torch.no_grad():
+                    weight.copy_(
+                        merged(weight, product.A, product.B, product.scale, product.transposed)
+                    )
+            del module._modules[child]
         for key, hook in list(module._forward_hooks.items()):
             if hook is _add:
                 del module._forward_hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)
     return model
+
+
+def products_of(layer: nn.Module) -> dict[str, LowRank]:
+    """Products of one layer by their names in it."""
+    return {name: each for name, each in layer._modules.items() if isinstance(each, LowRank)}
+
+
+def check_task(model: nn.Module, task: str | None) -> None:
+    """Raise ConfigError unless ``task`` is one of those that the model has products of; None where there are none."""
+    products = (each for each in model.modules() if isinstance(each, LowRank))
+    known = sorted({each.task for each in products if each.task is not None})
+    if (task is None) == bool(known) or (known and task not in known):
+        raise ConfigError(
+            f"task: got {task!r}, expected {f'one of {known}' if known else 'None: the products are of no task'}"
+        )
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> Tensor:
@@ -219,10 +309,17 @@ def _add(
 ) -> Tensor:
     """The hook: what the layer gives, and its product."""
     x = arguments[0] if arguments else next(iter(named.values()))
-    product = module._modules[CHILD]
-    assert product is not None
-    result: Tensor = output + product(x).to(output.dtype)
-    return result
+    for product in module._modules.values():
+        if not isinstance(product, LowRank):
+            continue
+        if product.task is not None and product.chosen is None:
+            raise StepError(
+                f"a forward reached the products of task {product.task!r} before a task was chosen; expected "
+                "finetune.use(model, task) before it"
+            )
+        if product.task == product.chosen:
+            output = output + product(x).to(output.dtype)
+    return output
 
 
 # --- which layers ----------------------------------------------------------------------------------------------------
@@ -362,4 +459,4 @@ class _Known(_Ranges):
 
 
 def _is_drawn(name: str) -> bool:
-    return f".{name}".endswith((f".{CHILD}.A", f".{CHILD}.B"))
+    return DRAWN.fullmatch(name) is not None
