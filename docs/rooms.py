@@ -167,6 +167,7 @@ SCALING = House(
         "start": "measurements",
         "transports": "measurements",
         "balance": "measurements",
+        "losses": "measurements",
         "codes": "measurements",
     },
     {

@@ -6,17 +6,21 @@ contiguous slice of the list. A rank reads only its own slices.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from hpczero.errors import ConfigError, DataError
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 _UInt64Array: TypeAlias = npt.NDArray[np.uint64]
+
+Found = TypeVar("Found")  # samples
 
 _ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -137,7 +141,46 @@ class Samples(Protocol):
         """Inputs and targets of samples (n,), int64 (n, seq_len) each."""
 
 
-class Batches:
+class StepBatches(ABC, Generic[Found]):
+    """Training batches, of which each rank takes its part. Positions in the run are all that a source answers to.
+
+    Attributes:
+        global_batch: Samples per optimizer step over all ranks.
+    """
+
+    global_batch: int
+
+    @abstractmethod
+    def at(self, places: Int64Array) -> Found:
+        """The samples at positions (n,) of the run; position 0 is the first sample of step 0."""
+
+    def micro_batch(
+        self,
+        step: int,
+        micro_step: int,
+        rank: int,
+        world_size: int,
+        accumulation: int = 1,
+        shares: Sequence[int] | None = None,
+    ) -> Found:
+        """The part of a step's global batch that one rank computes at once.
+
+        With ``b = global_batch / (world_size * accumulation)`` and ``i = micro_step * world_size + rank`` it is samples
+        ``[i b, (i + 1) b)`` of the global batch. With ``shares``, how many of the ``world_size * b`` samples of a micro
+        step each rank has, it is that many of them. Not collective; equal arguments give equal results on every rank.
+
+        Returns:
+            Of text: inputs and targets, int64 (b, seq_len) each; targets are the inputs one token later.
+
+        Raises:
+            ConfigError: The global batch cannot be divided so, or ``rank`` or ``micro_step`` is out of range.
+        """
+        return self.at(
+            positions(self.global_batch, step, micro_step, rank, world_size, accumulation, shares)
+        )
+
+
+class Batches(StepBatches[tuple[Int64Array, Int64Array]]):
     """Training batches: windows of ``seq_len`` tokens in an order given by (seed, global sample index) alone.
 
     Args:
@@ -157,30 +200,8 @@ class Batches:
         self.global_batch = global_batch
         self.sampler = Sampler(len(self._windows), seed)
 
-    def micro_batch(
-        self,
-        step: int,
-        micro_step: int,
-        rank: int,
-        world_size: int,
-        accumulation: int = 1,
-        shares: Sequence[int] | None = None,
-    ) -> tuple[Int64Array, Int64Array]:
-        """The part of a step's global batch that one rank computes at once.
-
-        With ``b = global_batch / (world_size * accumulation)`` and ``i = micro_step * world_size + rank`` it is samples
-        ``[i b, (i + 1) b)`` of the global batch. With ``shares``, how many of the ``world_size * b`` samples of a micro
-        step each rank has, it is that many of them. Not collective; equal arguments give equal results on every rank.
-
-        Returns:
-            Inputs and targets, int64 (b, seq_len) each; targets are the inputs one token later.
-
-        Raises:
-            ConfigError: The global batch cannot be divided so, or ``rank`` or ``micro_step`` is out of range.
-        """
-        places = positions(
-            self.global_batch, step, micro_step, rank, world_size, accumulation, shares
-        )
+    @override
+    def at(self, places: Int64Array) -> tuple[Int64Array, Int64Array]:
         return self._windows.rows(self.sampler.samples(places))
 
 

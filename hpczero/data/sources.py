@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from typing_extensions import override
 
 from hpczero.data.appendix import TokenArray, check_ids
 from hpczero.data.batches import (
@@ -39,9 +40,9 @@ from hpczero.data.batches import (
     Int64Array,
     Sampler,
     Samples,
+    StepBatches,
     Windows,
     check_global_batch,
-    positions,
 )
 from hpczero.data.tokenize import IdsTokenizer, LibraryTokenizer, Tokenizer, same_tokenizer
 from hpczero.data.tokens import TokenFile, TokenSplit
@@ -121,7 +122,7 @@ class Turns:
         return source, before
 
 
-class MixedBatches:
+class MixedBatches(StepBatches[tuple[Int64Array, Int64Array]]):
     """Training batches of several sources; as ``Batches``, whose order of samples each source has for itself.
 
     Raises:
@@ -140,19 +141,8 @@ class MixedBatches:
             for index, source in enumerate(sources)
         ]
 
-    def micro_batch(
-        self,
-        step: int,
-        micro_step: int,
-        rank: int,
-        world_size: int,
-        accumulation: int = 1,
-        shares: Sequence[int] | None = None,
-    ) -> tuple[Int64Array, Int64Array]:
-        """The part of a step's global batch that one rank computes at once; as of ``Batches``."""
-        places = positions(
-            self.global_batch, step, micro_step, rank, world_size, accumulation, shares
-        )
+    @override
+    def at(self, places: Int64Array) -> tuple[Int64Array, Int64Array]:
         source, before = self.turns.of(places)
         samples = np.empty_like(before)
         for index, sampler in enumerate(self._samplers):

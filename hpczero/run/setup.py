@@ -14,6 +14,7 @@ import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.activations import Checkpointing
 from hpczero.adapters.base import Adapter
+from hpczero.data.batches import StepBatches
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
 from hpczero.job import log
 from hpczero.job.group import Group
@@ -258,7 +259,11 @@ def _look_back(
 
 
 def _draw(
-    config: RunConfig, batches: Any, batch: Batch, data: Group, balance: Balance | None
+    config: RunConfig,
+    batches: StepBatches[Any],
+    batch: Batch,
+    data: Group,
+    balance: Balance | None,
 ) -> Callable[[int, int], tuple[Any, ...]]:
     """Takes a step's number and a micro step, and returns the samples that this rank computes then.
 
@@ -271,10 +276,7 @@ def _draw(
     def drawn(number: int, micro: int) -> tuple[Any, ...]:
         shares = None if balance is None else [*before, *balance.shares, *after]
         rank, size = len(before) + data.rank, config.groups * data.size
-        found: tuple[Any, ...] = batches.micro_batch(
-            number, micro, rank, size, batch.accumulation, shares
-        )
-        return found
+        return batches.micro_batch(number, micro, rank, size, batch.accumulation, shares)  # type: ignore[no-any-return]
 
     return drawn
 

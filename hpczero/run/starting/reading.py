@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
+from typing_extensions import override
 
 from hpczero.adapters.base import Adapter
-from hpczero.data import Batches, HeldOut, TokenFile
-from hpczero.data.batches import Sampler, at_even_distances, in_rounds, positions
+from hpczero.data import HeldOut, TokenFile
+from hpczero.data.batches import Int64Array, Sampler, StepBatches, at_even_distances, in_rounds
 from hpczero.data.prepare import token_file
-from hpczero.data.sources import MixedBatches, Sources, names_sources
+from hpczero.data.sources import Sources, names_sources
 from hpczero.errors import ConfigError, DataError
 from hpczero.job import log
 from hpczero.job.root_work import done_by_root
@@ -143,26 +144,15 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class OwnBatches:
+class OwnBatches(StepBatches[tuple[Tensor, ...]]):
     """Training batches of rows, as ``data.Batches`` of tokens."""
 
     rows: Rows
     global_batch: int
     seed: int
 
-    def micro_batch(
-        self,
-        step: int,
-        micro_step: int,
-        rank: int,
-        world_size: int,
-        accumulation: int = 1,
-        shares: Sequence[int] | None = None,
-    ) -> tuple[Tensor, ...]:
-        """What one rank computes at once, as of ``data.Batches``: one tensor for each part of a row."""
-        places = positions(
-            self.global_batch, step, micro_step, rank, world_size, accumulation, shares
-        )
+    @override
+    def at(self, places: Int64Array) -> tuple[Tensor, ...]:
         return self.rows.take(Sampler(len(self.rows), self.seed).samples(places))
 
 
@@ -209,7 +199,7 @@ class TextReading:
 
     def training(
         self, config: RunConfig, context: int, global_batch: int
-    ) -> Batches | MixedBatches:
+    ) -> StepBatches[tuple[Int64Array, Int64Array]]:
         """Windows of ``context`` tokens."""
         return self.tokens.batches(context, global_batch, config.run.seed)
 
