@@ -71,7 +71,7 @@ class LocalSteps:
         plan = repr(
             [self._sharding.plan.units, self._topology.size, options.steps, options.groups, steps]
         )
-        self._plan = f"{zlib.crc32(plan.encode()):08x}"
+        self._plan = zlib.crc32(plan.encode())  # of this rank: others may hold other layers
 
     def __enter__(self) -> Self:
         if self._topology.is_root:
@@ -139,7 +139,7 @@ class LocalSteps:
         start = time.monotonic()
         self._write(done)
         members = self._agreed_members(done)
-        self._take(done, members)
+        self._take(done, members, holds=True)
         self._leave()
         missing = sorted({*range(self._options.groups)} - {*members})
         without = f"; without group(s) {', '.join(map(str, missing))}" if missing else ""
@@ -161,16 +161,18 @@ class LocalSteps:
             with temporary.open("wb") as file:
                 for part in self._parts():
                     with part as values:
-                        whole = np.ascontiguousarray(values.detach().cpu().numpy())
-                        raw = whole.reshape(-1).view(np.uint8).data
+                        raw = _bytes_of(values)
                         checksum = zlib.crc32(raw, checksum)
                         file.write(raw)
                         self.written_nbytes += raw.nbytes
             temporary.replace(path)
-        checksums = [int(each) for each in self._topology.gather(float(checksum))]
+        checksums, plans = (
+            [int(each) for each in self._topology.gather(float(mine))]
+            for mine in (checksum, self._plan)
+        )
         with self._topology.agreed("say that this group is ready"):
             if self._topology.is_root:
-                said = {"plan": self._plan, "checksums": checksums}
+                said = {"plans": plans, "checksums": checksums}
                 durable.write_text(self._ready(step, self._options.group), json.dumps(said))
 
     def _parts(self, *, changes: bool = False) -> Iterator[Any]:
@@ -235,7 +237,8 @@ class LocalSteps:
         with self._topology.agreed("compare the groups"):
             for group in members:
                 said = parse_json(read_text(self._ready(step, group)))
-                if said["plan"] != self._plan:
+                plans = said["plans"]
+                if len(plans) != self._topology.size or plans[self._topology.rank] != self._plan:
                     raise StepError(
                         f"group {group} trains another model than group {self._options.group}, or on another number of "
                         "ranks, or with other local.steps, local.groups or train.steps; expected the same in all groups"
@@ -244,30 +247,42 @@ class LocalSteps:
 
     # --- the mean
 
-    def _take(self, step: int, members: Sequence[int]) -> None:
-        """Set weights and buffers to the mean of ``members``."""
+    def _take(self, step: int, members: Sequence[int], *, holds: bool = False) -> None:
+        """Set weights and buffers to the mean of ``members``. ``holds``: the model has what this group wrote."""
+        own = self._options.group if holds else None
         with self._topology.agreed("read the weights of the groups"), ExitStack() as stack:
-            files = [stack.enter_context(self._part(step, g).open("rb")) for g in members]
-            checksums = [0] * len(members)
+            files = {
+                group: stack.enter_context(self._part(step, group).open("rb"))
+                for group in members
+                if group != own
+            }
+            checksums = dict.fromkeys(files, 0)
             for part in self._parts(changes=True):
                 self._live()
                 with part as values, torch.no_grad():
                     total = np.zeros(values.numel(), np.float64)
-                    for index, file in enumerate(files):
-                        raw = file.read(4 * values.numel())
-                        checksums[index] = zlib.crc32(raw, checksums[index])
+                    for group in members:  # in one order everywhere: sums of fp64 have one, too
+                        if group == own:
+                            total += np.frombuffer(_bytes_of(values), np.float32)
+                            continue
+                        raw = files[group].read(4 * values.numel())
+                        if len(raw) < 4 * values.numel():
+                            raise self._changed(step, group)
+                        checksums[group] = zlib.crc32(raw, checksums[group])
                         self.read_nbytes += len(raw)
                         total += np.frombuffer(raw, np.float32)
                     mean = torch.from_numpy((total / len(members)).astype(np.float32))
                     values.copy_(mean.view(values.shape))
-            for group, found in zip(members, checksums, strict=True):
+            for group, found in checksums.items():
                 said = parse_json(read_text(self._ready(step, group)))["checksums"]
                 if said[self._topology.rank] != found:
-                    raise StepError(
-                        f"{self._part(step, group)}: the bytes are not those that group {group} wrote; start this "
-                        "group again"
-                    )
+                    raise self._changed(step, group)
         publish(self._sharding)
+
+    def _changed(self, step: int, group: int) -> StepError:
+        return StepError(
+            f"{self._part(step, group)}: the bytes are not those that group {group} wrote; start this group again"
+        )
 
     def _leave(self) -> None:
         """This group lives, and old rounds go."""
@@ -317,6 +332,12 @@ class LocalSteps:
         while not self._ended.wait(self._options.patience_s / BEATS):
             with suppress(OSError):
                 self._live()
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """Of a copy: NumPy's views of memory that torch gives back later would keep torch from it."""
+    copy = values.detach().to("cpu", copy=True).contiguous()
+    return copy.view(-1).numpy().view(np.uint8).data
 
 
 @contextmanager
