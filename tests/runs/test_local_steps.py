@@ -205,6 +205,7 @@ def test_left_over_folders_and_numbers_that_are_taken_are_refused_by_name(
         world.comm.Barrier()
         with pytest.raises(ConfigError, match="holds averages up to step 2, no group is training"):
             group.local(world.folder).rejoin(0, began=False)
+        world.comm.Barrier()
         world.check(group.local(world.folder).rejoin(1, began=True) == 2)
 
 
