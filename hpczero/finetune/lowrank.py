@@ -140,9 +140,11 @@ def lora(
         raise ConfigError(f"dropout: got {dropout!r}, expected at least 0 and below 1")
     if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
         raise ConfigError(f"alpha: got {alpha!r}, expected a number above 0, or None for {rank}")
-    if task is not None and not re.fullmatch(r"[A-Za-z0-9]\w*", task, re.ASCII):
+    if task is not None and not (
+        isinstance(task, str) and re.fullmatch(r"[A-Za-z0-9]\w*", task, re.ASCII)
+    ):
         raise ConfigError(f"task: got {task!r}, expected letters, digits and underscores")
-    earlier = set()
+    earlier, now = set(), None
     for name, module in model.named_modules():
         if ZEROIFIED in module.__dict__:
             raise PlanError(
@@ -156,7 +158,13 @@ def lora(
                     "or finetune.merge first"
                 )
             earlier |= {id(module.A), id(module.B)}
+            now = module.chosen
     chosen = _chosen(model, targets)
+    for name, module in chosen.items():
+        if hasattr(module, child_of(task)):
+            raise ConfigError(
+                f"task: got {task!r}, and {name!r} has a {child_of(task)!r} already; choose another name"
+            )
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in earlier)
     for name, module in chosen.items():
@@ -177,6 +185,7 @@ def lora(
                 draw(f"{name}.{child_of(task)}.{part}", values, seed)
                 parameter.data.copy_(values)
         product.train(module.training)
+        product.chosen = now
         module.add_module(child_of(task), product)
         if _add not in module._forward_hooks.values():
             module.register_forward_hook(_add, with_kwargs=True)
@@ -227,7 +236,15 @@ class Tasks:
         """The task of one micro-batch, and how many micro-batches that task had before. Not collective.
 
         The second number is the ``step`` that ``hpczero.data.Batches`` of the task's data takes on one rank.
+
+        Raises:
+            ConfigError: a number is out of range.
         """
+        if not (0 <= rank < world_size and 0 <= micro_step < accumulation and step >= 0):
+            raise ConfigError(
+                f"got step {step}, rank {rank} of {world_size} and micro step {micro_step} of {accumulation}, expected "
+                "all in range"
+            )
         place = (step * accumulation + micro_step) * world_size + rank
         task, before = self._turns.of(np.array([place]))
         return self._names[int(task[0])], int(before[0])

@@ -22,6 +22,7 @@ from hpczero.job.topology import Topology
 from hpczero.options.config import MOST_SHARE, RunConfig
 
 EVERY = 10  # steps between decisions
+LEAST = 2  # samples of a rank: norms over a batch refuse one
 LEAST_GAIN = 0.05  # of a step's time, foretold, below which nothing is changed
 
 
@@ -49,11 +50,11 @@ class WorkTime:
 
 
 def divided(total: int, times: Sequence[WorkTime], most: int) -> list[int]:
-    """Samples of each rank, at least 1 and at most ``most``: one by one to whoever would be through first."""
-    found = [1] * len(times)
-    waiting = [(each.of(2), rank) for rank, each in enumerate(times) if most > 1]
+    """Samples of each rank, at least ``LEAST`` and at most ``most``: one by one to whoever would be through first."""
+    found = [LEAST] * len(times)
+    waiting = [(each.of(LEAST + 1), rank) for rank, each in enumerate(times) if most > LEAST]
     heapq.heapify(waiting)
-    for _ in range(total - len(times)):
+    for _ in range(total - sum(found)):
         _, rank = heapq.heappop(waiting)
         found[rank] += 1
         if found[rank] < most:
@@ -131,9 +132,9 @@ def balance_of(config: RunConfig, topology: Topology, micro_batch: int) -> Balan
                 f"train.balance: got true, and parallel.{degree} is {got}; ranks that share a sample work as fast as "
                 f"the slowest of them; expected train.balance false, or parallel.{degree} 1"
             )
-    if micro_batch < 2:
+    if micro_batch <= LEAST:
         raise ConfigError(
             f"train.balance: got true with micro-batches of {micro_batch}, of which nothing can be moved; expected "
-            "train.balance false, or a train.micro_batch of 2 or more"
+            f"train.balance false, or a train.micro_batch of {LEAST + 1} or more"
         )
     return Balance(topology, micro_batch)

@@ -3,6 +3,11 @@
     round of step s   each rank writes its part of the weights | the group says that it is ready
                       | one group decides who is in | each rank reads the same part of all members, and takes the mean
 
+    meeting.json               what all groups must have in common
+    group-G.alive              run and start of the group; touched while it lives
+    step-S/group-G.START.json  this start of the group is ready; checksums of its parts, group-G.START.rank-R
+    step-S/members.json        the starts whose parts are in the mean
+
 Groups meet in a folder that all of them see, and send each other nothing else. So a group that is killed ends no other,
 and a group that starts again, or late, goes on with the newest mean. Means have the same bits in all groups. Moments of
 the optimizer stay each group's own.
@@ -12,6 +17,11 @@ A group touches its sign of life while it runs. A round waits for every group th
 that begins late misses one round at most: the next one waits for it. A group whose process stood still for so long that
 it counts as dead finds that the others have gone on, and ends with an error; started again, it takes the newest mean.
 
+[Note: Starts]
+A group that is killed after it was ready has a part that others may already read. Started again it may compute another
+part for the same round. So each start has an id, files of one start are never written by another, and a decision names
+starts: all groups read the same bytes.
+
 Source: Stich, Local SGD, arXiv 1805.09767; Douillard et al., DiLoCo, arXiv 2311.08105 (there with an outer optimizer).
 """
 
@@ -19,11 +29,12 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,12 +48,14 @@ from typing_extensions import Self
 import hpczero
 from hpczero.errors import ConfigError, StepError
 from hpczero.files import durable
-from hpczero.files.regular import is_there, parse_json, read_text
+from hpczero.files.regular import WHY, Explained, is_there, parse_json, read_text, shown
 from hpczero.options.config import LocalOptions
+from hpczero.run.stopping import Stops, Wish
 from hpczero.zero.averages import publish
 
 BEATS = 5  # signs of life in the time after which a group counts as dead
 LOOK_S = 0.2  # between two looks at what others have written
+MEMBERS = "members.json"
 KEPT = 2  # rounds that stay: somebody may still read the last one
 
 Floats = npt.NDArray[np.float32]
@@ -55,23 +68,41 @@ class LocalSteps:
 
     Attributes:
         read_nbytes, written_nbytes: of the folder, by this rank so far.
+        heard: what the run was asked for while it waited in the last round.
+        owes: whether the run begins with the round of its first step, before which it was asked to stop.
     """
 
-    def __init__(self, options: LocalOptions, model: nn.Module, *, steps: int, run: Path) -> None:
-        """Not collective. ``steps``: of the whole run; the last one ends with an average. ``run``: its folder."""
+    def __init__(
+        self,
+        options: LocalOptions,
+        model: nn.Module,
+        *,
+        steps: int,
+        run: Path,
+        identity: Mapping[str, Any],
+    ) -> None:
+        """Not collective.
+
+        Args:
+            options: of this group.
+            model: zeroified.
+            steps: of the whole run; the last one ends with an average.
+            run: folder of the run.
+            identity: what all groups must have in common besides the model, as JSON knows it.
+        """
         assert options.folder is not None, "checked"
         self._options, self._steps, self._run = options, steps, str(run.resolve())
         self._sharding = hpczero.sharding(model)
         self._topology = self._sharding.topology
         self._units = [unit for unit in self._sharding.units if unit.spec.trainable]
         self._folder = Path(options.folder)
+        self._start = secrets.token_hex(8)  # rank 0's counts. See [Note: Starts].
         self._ended = threading.Event()
         self._beating: threading.Thread | None = None
         self.read_nbytes = self.written_nbytes = 0
-        plan = repr(
-            [self._sharding.plan.units, self._topology.size, options.steps, options.groups, steps]
-        )
-        self._plan = zlib.crc32(plan.encode())  # of this rank: others may hold other layers
+        self.heard, self.owes = Wish.NOTHING, False
+        self._identity = {"local.steps": options.steps, "local.groups": options.groups, **identity}
+        self._plan = zlib.crc32(repr(self._sharding.plan.units).encode())  # of this rank
 
     def __enter__(self) -> Self:
         if self._topology.is_root:
@@ -88,139 +119,204 @@ class LocalSteps:
                 self._alive(self._options.group).unlink()
 
     def rejoin(self, start: int, *, began: bool) -> int:
-        """Take the newest mean, if it is newer than step ``start``. Returns the step that the run goes on from.
+        """Take the newest mean, if it is of step ``start`` or newer. Returns the step that the run goes on from.
 
         Args:
             start: steps done.
             began: whether this run has trained before.
 
         Raises:
-            ConfigError: another run trains as this group, or the folder is left over from runs that have ended.
+            ConfigError: another run trains as this group, the groups are unlike, or the folder cannot be used.
         """
-        newest = start
+        self._start = self._topology.broadcast_text(self._start)
+        plans = [int(each) for each in self._topology.gather(float(self._plan))]
+        newest = -1
         with self._topology.agreed("look for averages of other groups"):
             if self._topology.is_root:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                newest = self._newest(start, began)
+                with Explained(
+                    ConfigError, f"local.folder: {self._folder}: {WHY}; expected a folder"
+                ):
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    self._compare({**self._identity, "ranks": len(plans)}, plans)
+                    newest = self._newest(start, began)
         newest = int(self._topology.broadcast_text(str(newest)))
-        if newest > start:
-            self._take(newest, self._checked(newest, self._members(newest)))
+        self.owes = newest < 0 and began and start > 0 and self._is_due(start)
+        if newest >= 0:
+            self._take(newest, self._members(newest))
         self._leave()
-        return newest
+        return max(newest, start)
+
+    def _compare(self, identity: dict[str, Any], plans: list[int]) -> None:
+        """Refuse groups that are unlike; the first group of the folder says what they are."""
+        mine = {"plans": plans, **identity}
+        path = self._folder / "meeting.json"
+        self._write_once(path, mine)
+        theirs = parse_json(read_text(path))
+        mine = json.loads(json.dumps(mine))
+        unlike = [name for name in mine if theirs.get(name) != mine[name]]
+        if unlike == ["plans"]:
+            raise ConfigError(
+                f"local.folder: {self._folder}: the other groups train another model, or spread it over ranks in "
+                "another way; expected the same in all groups, or a new folder for other runs"
+            )
+        if unlike:
+            name = next(name for name in unlike if name != "plans")
+            raise ConfigError(
+                f"local.folder: {self._folder}: the other groups have {name} {shown(theirs.get(name))}, this one "
+                f"{shown(mine[name])}; expected the same in all groups, or a new folder for other runs"
+            )
 
     def _newest(self, start: int, began: bool) -> int:
-        """Step of the newest mean, or ``start``; from now on the others wait for this group."""
-        own, group = self._alive(self._options.group), self._options.group
-        if self._lives(group) and (other := read_text(own)) != self._run:
+        """Step of the newest mean, or -1; from now on the others wait for this group."""
+        group = self._options.group
+        if self._lives(group) and (other := self._said(group).get("run")) != self._run:
             raise ConfigError(
                 f"local.group: got {group}, and {other} is training as group {group}; give each group a number of its "
                 f"own (if that run was killed, wait {self._options.patience_s:g} s)"
             )
-        living = [other for other in range(self._options.groups) if self._lives(other)]
-        newest = max([start, *self._decided()])
-        if newest > start and not began and not living:
+        living = any(self._lives(other) for other in range(self._options.groups))
+        if self._rounds() and not began and not living:
             raise ConfigError(
-                f"local.folder: {self._folder} holds averages up to step {newest}, no group is training, and this run "
-                "has not begun; expected a new folder (or, to go on with those runs, start one of them first that has "
-                "a checkpoint)"
+                f"local.folder: {self._folder} holds rounds of earlier runs, no group is training, and this run has "
+                "not begun; expected a new folder (or, to go on with those runs, start one of them first that has a "
+                "checkpoint)"
             )
-        own.unlink(missing_ok=True)
-        self._live()
-        return newest
+        said = {"run": self._run, "start": self._start}
+        durable.write_text(self._alive(group), json.dumps(said))
+        return max((step for step in self._decided() if step >= start), default=-1)
 
-    def after_step(self, done: int) -> str:
+    def _is_due(self, done: int) -> bool:
+        return done % self._options.steps == 0 or done == self._steps
+
+    def after_step(self, done: int, stops: Stops | None = None, *, save_s: float = 0.0) -> str:
         """Average, if that is due after ``done`` steps. Returns what has happened, in words; empty where nothing has.
 
+        Args:
+            done: steps.
+            stops: who may ask the run to stop meanwhile; the average is then not taken, and ``heard`` says so.
+            save_s: seconds that a save would take.
+
         Raises:
-            StepError: the others have gone on without this group for more than a round.
+            StepError: the others have gone on without this group for more than a round; files are gone or changed; or
+                the run was asked to stop in its last round.
         """
-        if done % self._options.steps and done != self._steps:
+        self.heard, self.owes = Wish.NOTHING, False
+        if not self._is_due(done):
             return ""
-        start = time.monotonic()
+        began = time.monotonic()
         self._write(done)
-        members = self._agreed_members(done)
-        self._take(done, members, holds=True)
+        members = self._agreed_members(done, stops, save_s)
+        if members is None:
+            if done == self._steps:
+                raise StepError(
+                    "asked to stop while waiting for the other groups after the last step; start this group again by "
+                    "the same command, and it takes the average"
+                )
+            return f"local steps: asked to stop before the average after step {done}"
+        self._take(done, members)
         self._leave()
         missing = sorted({*range(self._options.groups)} - {*members})
         without = f"; without group(s) {', '.join(map(str, missing))}" if missing else ""
         own = "" if self._options.group in members else ", which came too late to be in it"
         return (
             f"local steps: average of {len(members)} of {self._options.groups} groups after step {done}{own}"
-            f"{without}; {time.monotonic() - start:.1f} s"
+            f"{without}; {time.monotonic() - began:.1f} s"
         )
 
     # --- what this group writes
 
     def _write(self, step: int) -> None:
         """Write this rank's part, and say that the group is ready once all ranks have."""
-        checksum = 0
+        checksum, group = 0, self._options.group
         with self._topology.agreed("write the weights of this group"):
-            path = self._part(step, self._options.group)
+            path = self._part(step, group, self._start)
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            with temporary.open("wb") as file:
+            with path.open("wb") as file:
                 for part in self._parts():
                     with part as values:
                         raw = _bytes_of(values)
                         checksum = zlib.crc32(raw, checksum)
                         file.write(raw)
                         self.written_nbytes += raw.nbytes
-            temporary.replace(path)
-        checksums, plans = (
-            [int(each) for each in self._topology.gather(float(mine))]
-            for mine in (checksum, self._plan)
-        )
+        checksums = [int(each) for each in self._topology.gather(float(checksum))]
         with self._topology.agreed("say that this group is ready"):
             if self._topology.is_root:
-                said = {"plans": plans, "checksums": checksums}
-                durable.write_text(self._ready(step, self._options.group), json.dumps(said))
+                said = json.dumps({"checksums": checksums})
+                durable.write_text(self._ready(step, group, self._start), said)
 
     def _parts(self, *, changes: bool = False) -> Iterator[Any]:
-        """Contexts of fp32 values: this rank's part of each unit, and the buffers that are no whole numbers."""
+        """Contexts of values: this rank's part of each unit in fp32, and the buffers that are no whole numbers."""
         for unit in self._units:
             yield unit.owned_values(changes=changes)
         for buffer in self._sharding.buffers:
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() or buffer.is_complex():
                 yield _as_floats(buffer)
 
     # --- who is in
 
-    def _agreed_members(self, step: int) -> list[int]:
-        """The groups of the round, as the first group that saw all of them ready has written down."""
+    def _agreed_members(
+        self, step: int, stops: Stops | None, save_s: float
+    ) -> dict[int, str] | None:
+        """Starts of the round's groups, as the first group that saw all of them ready has written down.
+
+        None: the run was asked to stop.
+        """
         while True:
             said = ""
             with self._topology.agreed("look for the other groups"):
                 if self._topology.is_root:
-                    said = self._decide(step)
-            if said := self._topology.broadcast_text(said):
-                return self._checked(step, json.loads(said))
+                    with Explained(StepError, f"local.folder: {self._folder}: {WHY}"):
+                        said = self._decide(step)
+            if self._topology.broadcast_text(said):
+                return self._members(step)
+            if stops is not None:
+                self.heard = max(self.heard, stops.wish(save_s=save_s))
+                if self.heard is Wish.STOP:
+                    return None
             time.sleep(LOOK_S)
 
     def _decide(self, step: int) -> str:
-        """What was decided, or is now; empty while a living group is not ready."""
-        decided = self._decided()
+        """Something once it is decided, or is now; empty while a living group is not ready."""
+        group, decided = self._options.group, self._decided()
         if any(other > step for other in decided):
             raise StepError(
-                f"group {self._options.group} showed no sign of life for {self._options.patience_s:g} s, and the "
-                f"others have gone on to step {max(decided)} without it; start it again, and it goes on from there "
-                "(local.patience_s must be longer than a step)"
+                f"group {group} showed no sign of life for {self._options.patience_s:g} s, and the others have gone on "
+                f"to step {max(decided)} without it; start it again, and it goes on from there (local.patience_s must "
+                "be longer than a step)"
             )
-        if step not in decided:
-            groups = range(self._options.groups)
-            ready = [group for group in groups if is_there(self._ready(step, group))]
-            if any(self._lives(group) for group in groups if group not in ready):
+        if step in decided:
+            return "decided"
+        if not is_there(self._ready(step, group, self._start)):
+            raise StepError(
+                f"local.folder: {self._folder}: what group {group} wrote after step {step} is gone; start the group "
+                "again, and let nobody tidy up there"
+            )
+        self._live()
+        ready = {group: self._start}
+        for other in {*range(self._options.groups)} - {group}:
+            start = self._said(other).get("start", "")
+            if start and is_there(self._ready(step, other, start)):
+                ready[other] = start
+            elif self._lives(other):
                 return ""
-            self._publish(step, ready)
-        return read_text(self._decision(step))
+        self._write_once(self._round(step) / MEMBERS, dict(sorted(ready.items())))
+        return "decided"
 
-    def _publish(self, step: int, members: Sequence[int]) -> None:
-        """Write the decision down, unless another group was faster."""
-        path = self._decision(step)
-        temporary = path.with_name(f".{path.name}.{self._options.group}.{os.getpid()}")
-        temporary.write_text(json.dumps([*members]))
+    def _write_once(self, path: Path, said: Mapping[Any, Any]) -> None:
+        """Write a file, unless another group was faster."""
+        temporary = path.with_name(f".{path.name}.{self._start}")
+        temporary.write_text(json.dumps(said))
         with suppress(FileExistsError):
             os.link(temporary, path)
         temporary.unlink()
+
+    def _said(self, group: int) -> dict[str, str]:
+        """What a group's sign of life says, old or new; empty where there is none."""
+        try:
+            found: dict[str, str] = json.loads(self._alive(group).read_text())
+            return found
+        except (FileNotFoundError, ValueError):
+            return {}
 
     def _lives(self, group: int) -> bool:
         """Whether a group has shown life of late. See [Note: Who is waited for]."""
@@ -232,56 +328,44 @@ class LocalSteps:
         except FileNotFoundError:
             return False
 
-    def _checked(self, step: int, members: list[int]) -> list[int]:
-        """Refuse members that train another model, or on other ranks."""
-        with self._topology.agreed("compare the groups"):
-            for group in members:
-                said = parse_json(read_text(self._ready(step, group)))
-                plans = said["plans"]
-                if len(plans) != self._topology.size or plans[self._topology.rank] != self._plan:
-                    raise StepError(
-                        f"group {group} trains another model than group {self._options.group}, or on another number of "
-                        "ranks, or with other local.steps, local.groups or train.steps; expected the same in all groups"
-                    )
-        return members
-
     # --- the mean
 
-    def _take(self, step: int, members: Sequence[int], *, holds: bool = False) -> None:
-        """Set weights and buffers to the mean of ``members``. ``holds``: the model has what this group wrote."""
-        own = self._options.group if holds else None
+    def _take(self, step: int, members: Mapping[int, str]) -> None:
+        """Set weights and buffers to the mean of ``members``."""
+        own = {self._options.group: self._start}.items()  # the model has what this start wrote
         with self._topology.agreed("read the weights of the groups"), ExitStack() as stack:
             files = {
-                group: stack.enter_context(self._part(step, group).open("rb"))
-                for group in members
-                if group != own
+                each[0]: stack.enter_context(self._part(step, *each).open("rb"))
+                for each in members.items()
+                if each not in own
             }
             checksums = dict.fromkeys(files, 0)
             for part in self._parts(changes=True):
                 self._live()
                 with part as values, torch.no_grad():
+                    kind = np.float64 if values.dtype is torch.float64 else np.float32
+                    nbytes = values.numel() * values.element_size()
                     total = np.zeros(values.numel(), np.float64)
                     for group in members:  # in one order everywhere: sums of fp64 have one, too
-                        if group == own:
-                            total += np.frombuffer(_bytes_of(values), np.float32)
-                            continue
-                        raw = files[group].read(4 * values.numel())
-                        if len(raw) < 4 * values.numel():
+                        raw = _bytes_of(values) if group not in files else files[group].read(nbytes)
+                        if len(raw) < nbytes:
                             raise self._changed(step, group)
-                        checksums[group] = zlib.crc32(raw, checksums[group])
-                        self.read_nbytes += len(raw)
-                        total += np.frombuffer(raw, np.float32)
-                    mean = torch.from_numpy((total / len(members)).astype(np.float32))
+                        if group in files:
+                            checksums[group] = zlib.crc32(raw, checksums[group])
+                            self.read_nbytes += nbytes
+                        total += np.frombuffer(raw, kind)
+                    mean = torch.from_numpy((total / len(members)).astype(kind))
                     values.copy_(mean.view(values.shape))
             for group, found in checksums.items():
-                said = parse_json(read_text(self._ready(step, group)))["checksums"]
-                if said[self._topology.rank] != found:
+                said = parse_json(read_text(self._ready(step, group, members[group])))
+                if said["checksums"][self._topology.rank] != found:
                     raise self._changed(step, group)
         publish(self._sharding)
 
     def _changed(self, step: int, group: int) -> StepError:
         return StepError(
-            f"{self._part(step, group)}: the bytes are not those that group {group} wrote; start this group again"
+            f"{self._round(step)}: the bytes of group {group}, rank {self._topology.rank} are not those that it wrote; "
+            "start this group again"
         )
 
     def _leave(self) -> None:
@@ -289,49 +373,63 @@ class LocalSteps:
         with self._topology.agreed("leave the round"):
             self._live()
             if self._topology.is_root:
-                for old in self._decided()[:-KEPT]:
-                    shutil.rmtree(self._round(old), ignore_errors=True)
+                kept = self._decided()[-KEPT:]
+                for old in self._rounds():
+                    if kept and old < kept[0]:
+                        shutil.rmtree(self._round(old), ignore_errors=True)
 
     # --- names of files
 
-    def _members(self, step: int) -> list[int]:
-        found: list[int] = parse_json(read_text(self._decision(step)))
-        return found
+    def _members(self, step: int) -> dict[int, str]:
+        """Starts that are in the mean, by group. Collective."""
+        said = ""
+        with self._topology.agreed("read who is in the average"):
+            if self._topology.is_root:
+                said = read_text(self._round(step) / MEMBERS)
+        return {
+            int(group): start
+            for group, start in json.loads(self._topology.broadcast_text(said)).items()
+        }
+
+    def _rounds(self) -> list[int]:
+        """Of all kinds, ascending."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self._folder.glob("step-*"))
 
     def _decided(self) -> list[int]:
         """Rounds that were decided, ascending."""
-        found = (path.parent.name for path in self._folder.glob("step-*/members.json"))
-        return sorted(int(name.removeprefix("step-")) for name in found)
+        return [step for step in self._rounds() if is_there(self._round(step) / MEMBERS)]
 
     def _round(self, step: int) -> Path:
         return self._folder / f"step-{step:09d}"
 
-    def _decision(self, step: int) -> Path:
-        return self._round(step) / "members.json"
+    def _ready(self, step: int, group: int, start: str) -> Path:
+        return self._round(step) / f"group-{group}.{start}.json"
 
-    def _ready(self, step: int, group: int) -> Path:
-        return self._round(step) / f"group-{group}.json"
-
-    def _part(self, step: int, group: int) -> Path:
-        return self._round(step) / f"group-{group}.rank-{self._topology.rank}"
+    def _part(self, step: int, group: int, start: str) -> Path:
+        return self._round(step) / f"group-{group}.{start}.rank-{self._topology.rank}"
 
     def _alive(self, group: int) -> Path:
         return self._folder / f"group-{group}.alive"
 
     def _live(self) -> None:
-        """A sign of life."""
+        """A sign of life; StepError where another start gives it in the place of this one."""
         if self._topology.is_root:
-            path = self._alive(self._options.group)
-            try:
-                os.utime(path)
-            except FileNotFoundError:  # somebody tidied up
-                durable.write_text(path, self._run)
+            group = self._options.group
+            said = {"run": self._run, "start": self._start}
+            if (found := self._said(group)) and found != said:
+                raise StepError(
+                    f"local.group: {found.get('run')} has begun to train as group {group} too; give each group a "
+                    "number of its own"
+                )
+            if not found:  # somebody tidied up
+                durable.write_text(self._alive(group), json.dumps(said))
+            os.utime(self._alive(group))
 
     def _beat(self) -> None:
         """Runs on a thread until the steps are over."""
         while not self._ended.wait(self._options.patience_s / BEATS):
             with suppress(OSError):
-                self._live()
+                os.utime(self._alive(self._options.group))
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
@@ -342,7 +440,9 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
 
 @contextmanager
 def _as_floats(buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    values = buffer.float()
+    """The buffer in fp32, or fp64, to be changed; pairs of them where it is complex."""
+    parts = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    values = parts if parts.dtype is torch.float64 else parts.float()
     yield values
-    if values is not buffer:
-        buffer.copy_(values)
+    if values is not parts:
+        parts.copy_(values)

@@ -174,6 +174,8 @@ def take_steps(run: Run) -> int:
     expectation = Expectation(run.foretold)
     stopped, found, drawn_s = False, None, time.monotonic()
     with run.records or nullcontext(), checkpoints, run.local or nullcontext():
+        if run.local is not None and run.local.owes:
+            log.info("%s", run.local.after_step(run.start))
         for number in range(run.start, config.train.steps):
             given.accelerator.reset_peak()
             taken, done = run.step.take(number), number + 1
@@ -183,13 +185,17 @@ def take_steps(run: Run) -> int:
                 run.balance.note(taken.own_s)
                 if said := run.balance.decide():
                     log.info("%s", said)
-            if run.local is not None and (said := run.local.after_step(done)):
+            if run.local is not None and (
+                said := run.local.after_step(done, stops, save_s=checkpoints.save_s)
+            ):
                 log.info("%s", said)
 
             found = run.evaluation.after(done)
             for line in stragglers.report(done):
                 log.info("%s", line)
             wish = stops.wish(step_s=taken.watch.elapsed_s(), save_s=checkpoints.save_s)
+            if run.local is not None:
+                wish = max(wish, run.local.heard)
 
             measured = None
             if run.records is not None:

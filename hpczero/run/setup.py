@@ -175,9 +175,19 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     begin = checkpoints.begin(source, identity)
     local = None
     if config.local.steps:
-        local = LocalSteps(config.local, model, steps=config.train.steps, run=folder.path)
+        shared = {f"train.{name}": getattr(config.train, name) for name in resume.TELLING["train"]}
+        local = LocalSteps(
+            config.local,
+            model,
+            steps=config.train.steps,
+            run=folder.path,
+            identity={**identity, **shared},
+        )
         began = begin.resumed and begin.own
-        begin = replace(begin, step=local.rejoin(begin.step, began=began))
+        newest = local.rejoin(begin.step, began=began)
+        if newest > begin.step:
+            log.info("local steps: going on from the average after step %d", newest)
+        begin = replace(begin, step=newest)
     set_options(optimizer, config.train)
     with topology.agreed("lay out the passes of a step"):
         balance = balance_of(config, topology, batch.micro_batch)

@@ -34,7 +34,7 @@ def test_samples_go_to_whoever_is_through_first() -> None:
         2,
         2,
     ]  # at most 20
-    assert divided(3, [fast, slow, slow], 2) == [1, 1, 1]
+    assert divided(6, [fast, slow, slow], 4) == [2, 2, 2]  # no rank has one sample alone
 
 
 def test_what_is_fixed_is_told_from_two_numbers_of_samples() -> None:

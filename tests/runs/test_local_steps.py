@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.errors import ConfigError, StepError
+from hpczero.job.signals import Signals
 from hpczero.options.config import LocalOptions
+from hpczero.options.environment import Environment
 from hpczero.options.reading import read_run_config
 from hpczero.run.local_steps import LocalSteps
+from hpczero.run.stopping import Deadline, Stops, Wish
 from tests.helpers.small_models import same, update
 from tests.helpers.world import World
 
@@ -28,7 +32,7 @@ class Group:
     """The ranks of one group, a job of its own as far as it knows."""
 
     def __init__(self, world: World, *, width: int = 8) -> None:
-        self.index = world.rank * GROUPS // world.size
+        self.index, self.seed = world.rank * GROUPS // world.size, 0
         comm: Any = world.comm.Split(self.index)
         self._comm, self._all = comm, world.comm
         self.topology = hpczero.Topology.create(comm)
@@ -40,7 +44,13 @@ class Group:
     def local(self, folder: Path, **changes: Any) -> LocalSteps:
         given = {"steps": 2, "groups": GROUPS, "group": self.index, "patience_s": 30.0} | changes
         run = folder / f"run-{self.index}"
-        return LocalSteps(LocalOptions(folder=str(folder), **given), self.model, steps=100, run=run)
+        return LocalSteps(
+            LocalOptions(folder=str(folder), **given),
+            self.model,
+            steps=100,
+            run=run,
+            identity={"seed": self.seed},
+        )
 
     def joined(self, local: LocalSteps, start: int = 0, *, began: bool = True) -> int:
         """All groups have begun."""
@@ -129,7 +139,7 @@ def test_the_others_go_on_without_a_group_that_shows_no_life_and_it_comes_back(
     world: World, group: Group
 ):
     def joined() -> bool:
-        return (world.folder / f"step-{6:09d}" / f"group-{1}.json").exists()
+        return len(json.loads((world.folder / f"step-{6:09d}" / "members.json").read_text())) == 2
 
     with group.world.zeroified(group.model, group.optimizer):
         local = group.local(world.folder, patience_s=0.5)
@@ -139,10 +149,12 @@ def test_the_others_go_on_without_a_group_that_shows_no_life_and_it_comes_back(
             local.after_step(2)
         world.comm.Barrier()
         if world.rank == 0:  # killed: its last sign of life stays
-            (world.folder / "group-1.alive").write_text(str(world.folder / "run-1"))
+            left = {"run": str(world.folder / "run-1"), "start": "of before"}
+            (world.folder / "group-1.alive").write_text(json.dumps(left))
         world.comm.Barrier()
         if group.index == 0:
             with group.local(world.folder, patience_s=0.5) as other:
+                other.rejoin(2, began=True)
                 began = time.monotonic()
                 said = other.after_step(4)
                 group.world.check(
@@ -196,6 +208,7 @@ def test_left_over_folders_and_numbers_that_are_taken_are_refused_by_name(
                 group.model,
                 steps=100,
                 run=world.folder / "another",
+                identity={"seed": 0},
             )
             with pytest.raises(
                 ConfigError, match=rf"run-{group.index} is training as group {group.index}; give"
@@ -203,32 +216,82 @@ def test_left_over_folders_and_numbers_that_are_taken_are_refused_by_name(
                 taken.rejoin(0, began=False)
             world.comm.Barrier()
         world.comm.Barrier()
-        with pytest.raises(ConfigError, match="holds averages up to step 2, no group is training"):
+        with pytest.raises(ConfigError, match="holds rounds of earlier runs, no group is training"):
             group.local(world.folder).rejoin(0, began=False)
         world.comm.Barrier()
         world.check(group.local(world.folder).rejoin(1, began=True) == 2)
 
 
-def test_another_model_and_changed_bytes_are_refused_by_name(world: World):
+def test_unlike_groups_are_refused_by_name_before_they_train(world: World):
     group = Group(world, width=8 if world.rank * GROUPS < world.size else 9)
+    with group.world.zeroified(group.model, group.optimizer):
+        if group.index == 0:
+            group.local(world.folder).rejoin(0, began=False)
+        world.comm.Barrier()
+        if group.index == 1:
+            with pytest.raises(ConfigError, match="the other groups train another model"):
+                group.local(world.folder).rejoin(0, began=False)
+        world.comm.Barrier()
+    group.close()
+    group = Group(world)
+    with group.world.zeroified(group.model, group.optimizer):
+        if group.index == 1:
+            group.seed = 7
+            with pytest.raises(ConfigError, match="the other groups have seed 0, this one 7"):
+                group.local(world.folder).rejoin(0, began=False)
+    group.close()
+
+
+def test_all_groups_read_the_part_of_the_start_that_was_decided(world: World, group: Group):
     with group.world.zeroified(group.model, group.optimizer), group.local(world.folder) as local:
         group.joined(local)
-        with pytest.raises(StepError, match=r"group [01] trains another model than group [01]"):
-            local.after_step(2)
-    group.close()
-    world.comm.Barrier()
-    group = Group(world)
+        local.after_step(2)
+        if group.index == 1:  # ready for the next round, and killed before it is decided
+            group.step(1)
+            local._write(4)
+        world.comm.Barrier()
+        if group.index == 0:
+            group.step(2)
+            local.after_step(4)
+        world.comm.Barrier()
+        if group.index == 1:  # started again it would compute another part
+            group.step(3)
+            again = group.local(world.folder)
+            group.world.check(again.rejoin(2, began=True) == 4)
+        found = [each for each in group.values() if each.is_floating_point()]
+        world.check(same(found, world.comm.bcast(found)), "other values in another group")
+
+
+def test_a_part_whose_bytes_changed_is_refused_by_name(world: World, group: Group):
     with group.world.zeroified(group.model, group.optimizer), group.local(world.folder) as local:
         group.joined(local, 10)
         local.after_step(12)
         world.comm.Barrier()
-        part = world.folder / f"step-{12:09d}" / "group-1.rank-0"
+        (part,) = (world.folder / f"step-{12:09d}").glob("group-1.*.rank-0")
+        world.comm.Barrier()
         if world.rank == 0:
             part.write_bytes(b"\1" + part.read_bytes()[1:])
         world.comm.Barrier()
-        with pytest.raises(StepError, match=r"group-1\.rank-0: the bytes are not those"):
-            local.rejoin(10, began=True)
-    group.close()
+        again = group.local(world.folder)
+        with pytest.raises(StepError, match=r"the bytes of group 1, rank 0 are not those"):
+            again.rejoin(10, began=True)
+
+
+def test_a_run_that_is_asked_to_stop_leaves_a_round_that_waits(world: World, group: Group):
+    with group.world.zeroified(group.model, group.optimizer), group.local(world.folder) as local:
+        group.joined(local)
+        if group.index == 0:
+            (world.folder / "STOP").touch()
+            stops = Stops(world.folder, group.topology, Signals(), Deadline(Environment()))
+            said = local.after_step(2, stops)
+            group.world.check(
+                said == "local steps: asked to stop before the average after step 2", said
+            )
+            group.world.check(local.heard is Wish.STOP)
+        world.comm.Barrier()
+        again = group.local(world.folder)
+        world.check(again.rejoin(2, began=True) == 2)
+        world.check(again.owes)
 
 
 def test_options_that_do_not_fit_are_refused() -> None:
