@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from typing_extensions import Self
@@ -57,8 +56,6 @@ BEATS = 5  # signs of life in the time after which a group counts as dead
 LOOK_S = 0.2  # between two looks at what others have written
 MEMBERS = "members.json"
 KEPT = 2  # rounds that stay: somebody may still read the last one
-
-Floats = npt.NDArray[np.float32]
 
 
 class LocalSteps:
