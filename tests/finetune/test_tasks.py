@@ -155,4 +155,11 @@ def test_what_tasks_cannot_be_is_refused_by_name() -> None:
         finetune.lora(tiny_gpt(), task="a.b")
     with pytest.raises(ConfigError, match="task: got None, expected one of"):
         finetune.merge(model)
+    taken = nn.Sequential(nn.Linear(3, 3))
+    taken[0].add_module("lora_x", nn.Linear(3, 3))
+    with pytest.raises(ConfigError, match=r"task: got 'x', and '0' has a 'lora_x' already"):
+        finetune.lora(taken, task="x", targets="0")
+    for numbers in ((0, 2, 2), (0, 0, 1, 2, 2), (-1, 0, 1)):
+        with pytest.raises(ConfigError, match="expected all in range"):
+            finetune.Tasks(WEIGHTS).of(*numbers)
     assert all(p.requires_grad == (".lora_" in name) for name, p in model.named_parameters())

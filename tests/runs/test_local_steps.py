@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,9 @@ class Group:
         self.world = World(comm, self.topology)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+        self.model.register_buffer(
+            "fine", torch.tensor([1 + 1e-12 * self.index], dtype=torch.float64)
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def local(self, folder: Path, **changes: Any) -> LocalSteps:
@@ -101,7 +105,7 @@ def test_all_groups_go_on_with_the_mean_of_their_weights(world: World, group: Gr
         firsts = [everybody[index * world.size // GROUPS] for index in range(GROUPS)]
         for mine, *theirs in zip(found, *firsts, strict=True):
             if mine.is_floating_point():
-                expected = torch.stack(theirs).double().mean(0).float()
+                expected = torch.stack(theirs).double().mean(0).to(mine.dtype)
                 world.check(torch.equal(mine, expected), (mine, expected))
         world.check(same(found, world.comm.bcast(found)), "other values in another group")
         group.step(3)  # and goes on
@@ -275,6 +279,19 @@ def test_a_part_whose_bytes_changed_is_refused_by_name(world: World, group: Grou
         again = group.local(world.folder)
         with pytest.raises(StepError, match=r"the bytes of group 1, rank 0 are not those"):
             again.rejoin(10, began=True)
+
+
+def test_files_that_are_gone_are_told_to_those_that_wait(world: World, group: Group):
+    with group.world.zeroified(group.model, group.optimizer), group.local(world.folder) as local:
+        group.joined(local)
+        if group.index == 0:
+            local._write(2)
+            if group.topology.is_root:
+                shutil.rmtree(world.folder / f"step-{2:09d}")
+            group.topology.barrier()
+            with pytest.raises(StepError, match="what group 0 wrote after step 2 is gone"):
+                local._agreed_members(2, None, 0.0)
+        world.comm.Barrier()
 
 
 def test_a_run_that_is_asked_to_stop_leaves_a_round_that_waits(world: World, group: Group):
