@@ -213,9 +213,8 @@ class Calls:
         # Rolling: equal on every rank as long as every rank has made the same calls.
         self.fingerprint = zlib.crc32(record.encode(), self.fingerprint)
         if self.order is not None:
-            with self.timed(
-                None
-            ):  # a comparison waits for the slowest rank, as the call itself would
+            # A comparison waits for the slowest rank, as the call itself would.
+            with self.timed(None):
                 self.order.check(record, self.fingerprint, self.step)
         self.count(operation, sent)
         return self.timed(f"{record[:-1]}, step {self.step})")

@@ -20,11 +20,15 @@ M = TypeVar("M", bound=nn.Module)
 
 def adapted_gpt(rank: int = 3, **sizes: int) -> nn.Module:
     """A tiny GPT with products beside its linear layers, none of them zero; the same on every rank."""
-    model = finetune.lora(tiny_gpt(**sizes), rank=rank, alpha=2 * rank)
+    return with_products(finetune.lora(tiny_gpt(**sizes), rank=rank, alpha=2 * rank))
+
+
+def with_products(model: M) -> M:
+    """The model, no product of which is zero any more."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("lora.B"):
+            if ".lora" in name and name.endswith(".B"):
                 parameter.normal_(0.0, 0.1, generator=generator)
     return model
 

@@ -16,7 +16,7 @@ import hpczero
 from hpczero import finetune
 from hpczero.errors import ConfigError, PlanError, StepError
 from tests.equality.reference import tree_sum
-from tests.finetune.models import loss_of, off, optimizer_of
+from tests.finetune.models import loss_of, off, optimizer_of, with_products
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all, tiny_gpt, tiny_tokens, zeroified
 
@@ -35,12 +35,7 @@ def model_of_tasks() -> nn.Module:
     model = tiny_gpt()
     for rank, task in enumerate(WEIGHTS, 2):
         finetune.lora(model, rank=rank, task=task)
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(".B"):
-                parameter.normal_(0.0, 0.1, generator=generator)
-    return model
+    return with_products(model)
 
 
 def turn(rank: int, step: int) -> str:

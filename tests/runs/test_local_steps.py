@@ -101,6 +101,8 @@ def test_all_groups_go_on_with_the_mean_of_their_weights(world: World, group: Gr
             own = group.values()
             said = local.after_step(2)
         world.check(f"average of {GROUPS} of {GROUPS} groups after step 2;" in said, said)
+        nbytes = local.written_nbytes
+        world.check(local.read_nbytes == (GROUPS - 1) * nbytes > 0, "other bytes than documented")
         found, everybody = group.values(), world.comm.allgather(own)
         firsts = [everybody[index * world.size // GROUPS] for index in range(GROUPS)]
         for mine, *theirs in zip(found, *firsts, strict=True):
