@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hpczero.zero.filling import RangeInitializer as RangeInitializer
     from hpczero.zero.filling import loaded_later as loaded_later
     from hpczero.zero.full_state import full_state_dict as full_state_dict
+    from hpczero.zero.leaves import Leaves as Leaves
     from hpczero.zero.sharding import Sharding as Sharding
     from hpczero.zero.zeroify import clip_grad_norm_ as clip_grad_norm_
     from hpczero.zero.zeroify import no_sync as no_sync

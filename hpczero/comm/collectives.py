@@ -34,7 +34,7 @@ from hpczero.errors import CommError
 from hpczero.job.group import Group, digits_of, values_of
 from hpczero.job.topology import Topology
 from hpczero.kernels.codes import BLOCK
-from hpczero.kernels.tree_sum import tree_sum
+from hpczero.kernels.tree_sum import ShardSum, tree_sum
 from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use
 from hpczero.plan.footprint import Footprint, exchange_chunk
 from hpczero.plan.layout import Coding
@@ -245,9 +245,9 @@ class Collectives(ABC):
     def reduce_scatter(
         self,
         full: Tensor,
-        out: Tensor,
+        out: Tensor | ShardSum,
         *,
-        scale: float,
+        scale: float = 1.0,
         accumulate: bool = False,
         name: str,
         codes: SentCodes | None = None,
@@ -259,6 +259,7 @@ class Collectives(ABC):
         Args:
             full: (num_shards * shard_numel,) fp32, bf16 or fp16; not changed.
             out: (shard_numel,) fp32, no overlap with ``full``; where this rank is ``alone`` it may be ``full`` itself.
+                Or a ``ShardSum``, which has the next two.
             scale: multiplies the sum, e.g. 1 / world size.
             accumulate: whether to add to ``out`` instead of replacing it.
             name: name of the unit, for messages.
@@ -268,6 +269,8 @@ class Collectives(ABC):
             CommError: the buffer cannot be sent, or ranks are about to make different calls.
         """
         shard = self._check(full, name)
+        into = out if isinstance(out, ShardSum) else ShardSum(out, scale, accumulate=accumulate)
+        out = into.out
         if out.dtype != torch.float32 or out.numel() != shard or not out.is_contiguous():
             raise CommError(
                 f"rank {self.rank}: reduce_scatter of {name!r} into {out.numel()} x {out.dtype}, "
@@ -278,13 +281,11 @@ class Collectives(ABC):
         sent = self._sent_nbytes(full, shard, Use.REDUCE, None if codes is None else codes.coding)
         with self.calls.issue("reduce_scatter", name, sent, key=full.numel() * full.element_size()):
             in_place = self.alone and full.data_ptr() == out.data_ptr()
-            if in_place and scale != 1.0:
-                out.mul_(scale)
+            if in_place and into.scale != 1.0:
+                out.mul_(into.scale)
             if in_place or not full.numel():
                 return Work(name)
-            if codes is None:
-                return self._reduce_scatter(full, out, shard, scale, accumulate, name)
-            return self._reduce_scatter(full, out, shard, scale, accumulate, name, codes)
+            return self._reduce_scatter(full, into, name, codes)
 
     def broadcast(self, full: Tensor, *, root: int, name: str) -> Work:
         """Give every rank ``root``'s content of ``full``. Collective over ``everybody``; ``root`` is a rank of it.
@@ -318,12 +319,12 @@ class Collectives(ABC):
             ranks.comm.Allgather(np.ascontiguousarray(values), found)
             return found
 
-    def total(self, value: float, *, name: str) -> float:
-        """Sum of every rank's ``value``, rounded once: ``math.fsum`` of what ``share`` brings, on every rank.
+    def total(self, *values: float, name: str) -> float:
+        """Sum of every rank's ``values``, rounded once: ``math.fsum`` of what ``share`` brings, on every rank.
 
         Blocking. Collective over ``group``. No rank makes a list of all ranks' numbers.
         """
-        mine = digits_of([value])
+        mine = digits_of(values).sum(axis=0, keepdims=True)
         with self.calls.issue("total", name, mine.nbytes):
             found = np.empty_like(mine)
             self.group.comm.Allreduce(mine, found, op=MPI.SUM)
@@ -380,14 +381,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def _reduce_scatter(
-        self,
-        full: Tensor,
-        out: Tensor,
-        shard_numel: int,
-        scale: float,
-        accumulate: bool,
-        name: str,
-        codes: SentCodes | None = None,
+        self, full: Tensor, into: ShardSum, name: str, codes: SentCodes | None = None
     ) -> Work: ...
 
     def _broadcast(self, full: Tensor, root: int, name: str) -> Work:
@@ -470,18 +464,11 @@ class Flat(Collectives):
         return Work(name)
 
     def _reduce_scatter(
-        self,
-        full: Tensor,
-        out: Tensor,
-        shard_numel: int,
-        scale: float,
-        accumulate: bool,
-        name: str,
-        codes: SentCodes | None = None,
+        self, full: Tensor, into: ShardSum, name: str, codes: SentCodes | None = None
     ) -> Work:
-        shards, item = self.group.size, full.element_size()
+        shards, item, shard_numel = self.group.size, full.element_size(), into.out.numel()
         if shards == 1:  # nothing to exchange, and nothing to wait for
-            tree_sum([full], out, groups=[[0]], scale=scale, accumulate=accumulate)
+            into.take([full], 0, groups=[[0]])
             return Work(name)
         most = max(self._messages.exchange.chunk_nbytes // item, 1)
         chunk = min(exchange_chunk(shard_numel, shards, item), most)
@@ -495,14 +482,7 @@ class Flat(Collectives):
             if codes is not None:
                 blocks = self._decoded(blocks, codes, start)
                 groups = [[node] for node in range(len(blocks))]
-            tree_sum(
-                blocks,
-                out[start : start + count],
-                groups=groups,
-                scale=scale,
-                accumulate=accumulate,
-                node_dtype=self.node_dtype,
-            )
+            into.take(blocks, start, groups=groups, node_dtype=self.node_dtype)
         return Work(name)
 
     def _decoded(self, blocks: Sequence[Tensor], codes: SentCodes, start: int) -> Sequence[Tensor]:

@@ -34,7 +34,7 @@ from hpczero.comm.window import Window
 from hpczero.errors import TopologyError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
-from hpczero.kernels.tree_sum import tree_sum
+from hpczero.kernels.tree_sum import ShardSum
 from hpczero.memory.buffers import Buffer, Memory, Use
 from hpczero.plan.footprint import DEVICE_ROUND_BYTES, Footprint, node_chunk
 from hpczero.plan.layout import Coding
@@ -324,14 +324,7 @@ class Hierarchical(Collectives):
         return Work(name) if rest is None else self.calls.later("all_gather", name, rest)
 
     def _reduce_scatter(
-        self,
-        full: Tensor,
-        out: Tensor,
-        shard_numel: int,
-        scale: float,
-        accumulate: bool,
-        name: str,
-        codes: SentCodes | None = None,
+        self, full: Tensor, into: ShardSum, name: str, codes: SentCodes | None = None
     ) -> Work:
         reading = self._node.reading(full)
         dtype, spans = full.dtype, self._node.comm.size == 1 or self._node.shares(full, Use.REDUCE)
@@ -339,11 +332,11 @@ class Hierarchical(Collectives):
         def finish() -> None:
             with reading as parts:
                 if self._nodes == 1:
-                    self._sum_in_node(parts, out, dtype.itemsize, scale, accumulate)
+                    self._sum_in_node(parts, into, dtype.itemsize)
                 elif codes is not None:
-                    self._rails.reduce_coded(parts, out, codes, scale, accumulate, spans=spans)
+                    self._rails.reduce_coded(parts, into, codes, spans=spans)
                 else:
-                    self._rails.reduce(parts, out, dtype, scale, accumulate, spans=spans)
+                    self._rails.reduce(parts, into, dtype, spans=spans)
 
         if self._background is not None:
             wait = self._background.start(
@@ -384,21 +377,12 @@ class Hierarchical(Collectives):
         while self._put_off and (until is None or until in self._put_off):
             self._put_off.popleft().wait()
 
-    def _sum_in_node(
-        self, parts: Parts, out: Tensor, itemsize: int, scale: float, accumulate: bool
-    ) -> None:
-        local = range(self.group.node.size)
+    def _sum_in_node(self, parts: Parts, into: ShardSum, itemsize: int) -> None:
+        local, numel = range(self.group.node.size), into.out.numel()
         chunk = node_chunk(len(local), itemsize, self._node.most_nbytes, self._chunk_nbytes)
-        begin = self.group.local_rank * out.numel()
-        for start in range(0, out.numel(), chunk):
-            count = min(chunk, out.numel() - start)
-            tree_sum(
-                parts(begin + start, count),
-                out[start : start + count],
-                groups=[local],
-                scale=scale,
-                accumulate=accumulate,
-            )
+        begin = self.group.local_rank * numel
+        for start in range(0, numel, chunk):
+            into.take(parts(begin + start, min(chunk, numel - start)), start, groups=[local])
 
     def close(self) -> None:
         """Free counters, datatypes and scratch. Collective."""

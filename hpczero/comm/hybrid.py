@@ -24,6 +24,7 @@ from hpczero.comm.calls import Work
 from hpczero.comm.codes import SentCodes
 from hpczero.comm.collectives import CodedShard, Collectives, SecondaryCopy
 from hpczero.job.topology import Topology
+from hpczero.kernels.tree_sum import ShardSum
 from hpczero.memory.buffers import Buffer, Scratch, Use
 from hpczero.plan.footprint import Footprint
 from hpczero.plan.layout import Coding
@@ -129,23 +130,17 @@ class Hybrid(Collectives):
 
     @override
     def _reduce_scatter(
-        self,
-        full: Tensor,
-        out: Tensor,
-        shard_numel: int,
-        scale: float,
-        accumulate: bool,
-        name: str,
-        codes: SentCodes | None = None,
+        self, full: Tensor, into: ShardSum, name: str, codes: SentCodes | None = None
     ) -> Work:
         assert codes is None, "refused with replicas"
-        partial = torch.empty_like(out) if accumulate else out
-        inside = self._inside._reduce_scatter(full, partial, shard_numel, 1.0, False, name)
+        out = into.out
+        partial = torch.empty_like(out) if into.accumulate else out
+        inside = self._inside._reduce_scatter(full, ShardSum(partial), name)
         what = f"the sum over replicas of {name!r} (step {self.calls.step})"
         outside: list[Work] = []  # once it has begun on a thread
 
         def sum_replicas() -> None:
-            self._sum_replicas(partial, out, scale, accumulate, name)
+            self._sum_replicas(partial, into, name)
 
         def begin() -> None:
             inside.wait()
@@ -166,7 +161,7 @@ class Hybrid(Collectives):
         begun = Work(name, begin)
         self._summed_inside.append(begun)
         # A reduce-scatter in the dtype of partial sums, and a gather in fp32.
-        other = (self._replicas - 1) * self._share_numel(shard_numel)
+        other = (self._replicas - 1) * self._share_numel(len(out))
         sent = other * (self.node_dtype.itemsize + torch.float32.itemsize)
         self.calls.count("replicas", sent)
         return Work(name, finish)
@@ -180,19 +175,17 @@ class Hybrid(Collectives):
             if first is until:
                 return
 
-    def _sum_replicas(
-        self, partial: Tensor, out: Tensor, scale: float, accumulate: bool, name: str
-    ) -> None:
-        """Set ``out (+)= scale *`` the sum of every replica's ``partial``; the same bits on all replicas."""
-        share = self._share_numel(len(partial))
+    def _sum_replicas(self, partial: Tensor, into: ShardSum, name: str) -> None:
+        """Bring the sum of every replica's ``partial`` ``into`` its place; the same bits on all replicas."""
+        out, share = into.out, self._share_numel(len(partial))
         wire = self._wire.get(share * self._replicas, self.node_dtype)
         wire[: len(partial)].copy_(partial)
         wire[len(partial) :].zero_()
         whole = self._whole.get(share * self._replicas, torch.float32)
         mine = whole[self._place * share :][:share]
-        self._outside.reduce_scatter(wire, mine, scale=scale, name=name).wait()
+        self._outside.reduce_scatter(wire, mine, scale=into.scale, name=name).wait()
         self._outside.all_gather(whole, name=name).wait()
-        (out.add_ if accumulate else out.copy_)(whole[: len(out)])
+        (out.add_ if into.accumulate else out.copy_)(whole[: len(out)])
 
     def _share_numel(self, shard_numel: int) -> int:
         """Elements of a shard that each of its replicas sums."""

@@ -27,7 +27,7 @@ from hpczero.comm.devices import HostReach, Reach
 from hpczero.comm.inside import Parts
 from hpczero.errors import ConfigError
 from hpczero.kernels.codes import BLOCK
-from hpczero.kernels.tree_sum import piece_numel, pieces, tree_sum
+from hpczero.kernels.tree_sum import ShardSum, piece_numel, pieces
 from hpczero.memory.buffers import Memory, Scratch
 from hpczero.options.values import ALGORITHMS, named_algorithms
 from hpczero.plan.footprint import (
@@ -324,10 +324,8 @@ class Rails:
     def reduce(
         self,
         parts: Parts,
-        out: Tensor,
+        into: ShardSum,
         dtype: torch.dtype,
-        scale: float,
-        accumulate: bool,
         *,
         spans: bool = True,
     ) -> None:
@@ -335,14 +333,17 @@ class Rails:
 
         Args:
             parts: every local rank's elements. All ranks of a node make as many calls.
-            out: (shard_numel,) fp32, this rank's shard.
+            into: this rank's shard.
             dtype: dtype of the parts.
-            scale: multiplies the sum.
-            accumulate: whether to add to ``out`` instead of replacing it.
             spans: whether ``parts`` are views, so that what lies between the elements in question costs nothing.
         """
         # Of what this rail owns slice g is for node g.
-        nodes, me, wire, shard_numel = self.comm.size, self.comm.rank, self.wire(dtype), out.numel()
+        nodes, me, wire, shard_numel = (
+            self.comm.size,
+            self.comm.rank,
+            self.wire(dtype),
+            into.out.numel(),
+        )
         is_host = self._reach.accelerator.is_host
         choice = self.selection.exchange_for(shard_numel * wire.itemsize)
         exchange = self._called(choice.algorithm, EXCHANGES, self._exchanges, self._reach.exchange)
@@ -368,16 +369,13 @@ class Rails:
                 (summed,) = sums
                 send = Blocks.of(summed, 0, count, count, nodes)
                 rows = summed.view(nodes, count)
-                prepare = partial(
-                    self._sum_node, parts, rows, first + start, shard_numel, spans=spans
-                )
+                prepare = partial(self._sum_node, parts, rows, first + start, into, spans=spans)
                 own = rows[me]
             came = Blocks.of(receive, 0, count, count, nodes)
             exchange(send, came, prepare=prepare, meanwhile=left)
             sums_of_nodes = list(receive.view(nodes, -1).unbind())
             sums_of_nodes[me] = own  # read from where it was made
-            into = out[start : start + count]
-            left = partial(self._sum_nodes, sums_of_nodes, into, scale, accumulate)
+            left = partial(self._sum_nodes, sums_of_nodes, into, start)
         exchange.finish()
         left()
 
@@ -392,15 +390,14 @@ class Rails:
     def reduce_coded(
         self,
         parts: Parts,
-        out: Tensor,
+        into: ShardSum,
         codes: SentCodes,
-        scale: float,
-        accumulate: bool,
         *,
         spans: bool = True,
     ) -> None:
         """``reduce``, where each node's sum travels as ``codes``. Collective over all ranks of the group."""
-        nodes, me, coding, shard_numel = self.comm.size, self.comm.rank, codes.coding, out.numel()
+        nodes, me, coding = self.comm.size, self.comm.rank, codes.coding
+        shard_numel = into.out.numel()
         choice = self.selection.exchange_for(coding.codec.nbytes(shard_numel))
         exchange = self._called(choice.algorithm, EXCHANGES, self._exchanges, self._reach.exchange)
         chunk = self.coded_chunk(coding)
@@ -416,7 +413,7 @@ class Rails:
             send, came = (side[: nodes * words].view(nodes, words) for side in rows[turn % turns])
             sums, decoded = (side[: nodes * count].view(nodes, count) for side in values)
 
-            part = partial(self._encode_node, parts, codes, sums, send, start, spans=spans)
+            part = partial(self._encode_node, parts, codes, sums, send, start, into, spans=spans)
             exchange(
                 Blocks.of(send.view(-1), 0, words, words, nodes),
                 Blocks.of(came.view(-1), 0, words, words, nodes),
@@ -424,8 +421,7 @@ class Rails:
                 meanwhile=left,
             )
             came[me].copy_(send[me])  # its own sum is read as the other nodes' are
-            into = out[start : start + count]
-            left = partial(self._sum_codes, codes, came, decoded, start, into, scale, accumulate)
+            left = partial(self._sum_codes, codes, came, decoded, start, into)
         exchange.finish()
         left()
 
@@ -436,6 +432,7 @@ class Rails:
         sums: Tensor,
         send: Tensor,
         start: int,
+        into: ShardSum,
         first: int,
         many: int,
         *,
@@ -448,9 +445,7 @@ class Rails:
         """
         nodes, shard_numel = self.comm.size, codes.coding.layout.shard_numel
         shard = self._local_rank * nodes  # that of the first node
-        self._sum_node(
-            parts, sums, shard * shard_numel + start, shard_numel, first, many, spans=spans
-        )
+        self._sum_node(parts, sums, shard * shard_numel + start, into, first, many, spans=spans)
         for node in range(first, first + many):
             place = {"shard": shard + node, "start": start, "node": self.comm.rank}
             codes.encode(sums[node], send[node], **place)
@@ -461,46 +456,42 @@ class Rails:
         rows: Tensor,
         sums: Tensor,
         start: int,
-        out: Tensor,
-        scale: float,
-        accumulate: bool,
+        into: ShardSum,
     ) -> None:
-        """Set ``out (+)= scale *`` the sum of what ``rows`` of all nodes say, which ``sums`` holds meanwhile."""
+        """Bring the sum of what ``rows`` of all nodes say, which ``sums`` holds meanwhile, ``into`` its place."""
         shard = self._local_rank * self.comm.size + self.comm.rank
         codes.decode(rows, sums, shard=shard, start=start)
-        self._sum_nodes(list(sums.unbind()), out, scale, accumulate)
+        self._sum_nodes(list(sums.unbind()), into, start)
 
     def _sum_node(
         self,
         parts: Parts,
         send: Tensor,
         start: int,
-        shard_numel: int,
+        into: ShardSum,
         first: int,
         many: int,
         *,
         spans: bool,
     ) -> None:
         """Sum over the ranks of this node what neighbouring nodes will get, into rows of ``send``."""
-        count = send.shape[1]
+        count, shard_numel = send.shape[1], into.out.numel()
         if not spans and many > 1:
             for node in range(first, first + many):
-                self._sum_node(parts, send, start, shard_numel, node, 1, spans=True)
+                self._sum_node(parts, send, start, into, node, 1, spans=True)
             return
         blocks = parts(first * shard_numel + start, (many - 1) * shard_numel + count)
         if count == shard_numel or many == 1:  # no gaps: one row
-            into = send[first] if many == 1 else send[first : first + many].view(-1)
+            rows = send[first] if many == 1 else send[first : first + many].view(-1)
         else:
-            into = send[first : first + many]
+            rows = send[first : first + many]
             blocks = [block.as_strided((many, count), (shard_numel, 1)) for block in blocks]
-        sum_of_node(blocks, into, self.comm)
+        sum_of_node(into.of_node(blocks, self.comm.rank), rows, self.comm, into)
 
-    def _sum_nodes(
-        self, rows: Sequence[Tensor], out: Tensor, scale: float, accumulate: bool
-    ) -> None:
-        """Set ``out (+)= scale *`` the sum of one chunk of all nodes' partial sums, in the order of the nodes."""
+    def _sum_nodes(self, rows: Sequence[Tensor], into: ShardSum, start: int) -> None:
+        """Sum one chunk of all nodes' partial sums, in the order of the nodes."""
         groups, dtype = [[node] for node in range(len(rows))], self._node_dtype
-        tree_sum(rows, out, groups=groups, scale=scale, accumulate=accumulate, node_dtype=dtype)
+        into.take(rows, start, groups=groups, node_dtype=dtype, ranks=self._local_size)
 
     def describe(self) -> str:
         """Part of a line for a run header."""
@@ -534,10 +525,10 @@ class Rails:
             scratch.release()
 
 
-def sum_of_node(blocks: Sequence[Tensor], into: Tensor, comm: MPI.Intracomm) -> None:
+def sum_of_node(blocks: Sequence[Tensor], into: Tensor, comm: MPI.Intracomm, by: ShardSum) -> None:
     """Set ``into`` to the partial sum of one node, rounded once to its dtype, that of the network. Not collective.
 
-    ``blocks`` are what each local rank has, in local order. Messages of ``comm`` go on meanwhile.
+    ``blocks`` are what each local rank has, in local order, summed as ``by`` says. Messages of ``comm`` go on then.
     """
     narrow = into.dtype is not torch.float32
     most = min(piece_numel(into.device), NARROWED_NUMEL if narrow else 2**62)
@@ -546,7 +537,7 @@ def sum_of_node(blocks: Sequence[Tensor], into: Tensor, comm: MPI.Intracomm) -> 
         if piece is not ...:
             target, rows = into[piece], [block[piece] for block in blocks]
         total = torch.empty_like(target, dtype=torch.float32) if narrow else target
-        tree_sum(rows, total, groups=[range(len(rows))], scale=1.0)
+        by.sum_of_node(rows, total)
         if narrow:
             target.copy_(total)
         comm.Iprobe()  # messages of earlier steps go on only inside MPI

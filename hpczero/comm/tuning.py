@@ -31,6 +31,7 @@ from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
 from hpczero.comm.devices import HostReach, Reach
 from hpczero.comm.rails import DEFAULT, AlgorithmChoice, Rails, Selection, boundary, candidate_name
 from hpczero.job.group import Group
+from hpczero.kernels.tree_sum import ShardSum
 from hpczero.memory.buffers import Memory
 from hpczero.options.environment import Environment
 from hpczero.plan.footprint import DEVICE_ROUND_BYTES, ROUND_BYTES
@@ -238,7 +239,7 @@ def _exchange_trials(sample: Sample, node_dtype: torch.dtype) -> Candidates:
         def parts(start: int, count: int) -> list[torch.Tensor]:
             return [whole[start : start + count]] * sample.local_size
 
-        reduce = partial(rails.reduce, parts, out, torch.float32, 1.0, False)
+        reduce = partial(rails.reduce, parts, ShardSum(out), torch.float32)
         yield partial(sample.until_done, reduce)
         rails.close()
 

@@ -32,6 +32,7 @@ from hpczero.comm.rails import Rails, Selection, sum_of_node
 from hpczero.comm.window import Window
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.job.group import Group, told_all
+from hpczero.kernels.tree_sum import ShardSum
 from hpczero.memory.buffers import Memory, Scratch, Use
 from hpczero.plan.footprint import (
     EXCHANGE_BYTES,
@@ -232,15 +233,13 @@ class Carried(Rails):
     def reduce(
         self,
         parts: Parts,
-        out: Tensor,
+        into: ShardSum,
         dtype: torch.dtype,
-        scale: float,
-        accumulate: bool,
         *,
         spans: bool = True,
     ) -> None:
         nodes, me = len(self._carriers.nodes), self._carriers.node
-        wire, shard_numel, line = self.wire(dtype), out.numel(), self._reductions
+        wire, shard_numel, line = self.wire(dtype), into.out.numel(), self._reductions
         chunk = self._chunk(shard_numel, wire)
         turns = rail_turns(shard_numel, chunk)
         whole = self._scratch.get(self._carriers.exchange_numel(shard_numel, chunk), wire)
@@ -257,21 +256,20 @@ class Carried(Rails):
                     for piece in self._takers(near, count):
                         came = receive[near, piece.start : piece.start + piece.numel]
                         line.receive(came, piece.rank)
-                    used = self._send(parts, send, far, start, count, shard_numel)
+                    used = self._send(parts, send, far, start, count, into)
                     send = send[used:]
                 line.step()
                 if not number:
                     line.wait(left=1)  # the round before is complete
                     left()
             mine = self.comm.rank * shard_numel + start
-            sum_of_node(parts(mine, count), receive[me], self.comm)
-            into = out[start : start + count]
-            left = partial(self._sum_nodes, list(receive.unbind()), into, scale, accumulate)
+            sum_of_node(parts(mine, count), receive[me], self.comm, into)
+            left = partial(self._sum_nodes, list(receive.unbind()), into, start)
         line.wait()
         left()
 
     def _send(
-        self, parts: Parts, send: Tensor, far: int, start: int, count: int, shard_numel: int
+        self, parts: Parts, send: Tensor, far: int, start: int, count: int, into: ShardSum
     ) -> int:
         """Sum over the ranks of this node what this one carries for node ``far``, and send it.
 
@@ -279,10 +277,10 @@ class Carried(Rails):
         """
         used, pieces = 0, self._mine(far, count)
         for piece in pieces:
-            begin = piece.rank * shard_numel + start + piece.start
+            begin = piece.rank * into.out.numel() + start + piece.start
             total = send[used : used + piece.numel]
             assert total.numel() == piece.numel, "the buffer holds what a round sends"
-            sum_of_node(parts(begin, piece.numel), total, self.comm)
+            sum_of_node(parts(begin, piece.numel), total, self.comm, into)
             self._reductions.send(total, piece.rank)
             used += piece.numel
         for _ in range(self._most_pieces(far, count) - len(pieces)):

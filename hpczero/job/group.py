@@ -358,14 +358,15 @@ class Group:
                 ) from error
             return found
 
-    def total(self, value: float) -> float:
-        """Sum of every rank's ``value``, rounded once: ``math.fsum`` of ``gather``, on every rank. Collective.
+    def total(self, *values: float) -> float:
+        """Sum of every rank's ``values``, rounded once: ``math.fsum`` of them all, on every rank. Collective.
 
-        It is for what is summed in each step: no rank makes a list of all ranks' numbers.
+        It is for what is summed in each step: no rank makes a list of all ranks' numbers. Ranks may have different
+        numbers of values.
         """
         if self.size == 1:
-            return math.fsum([value])
-        mine = digits_of([value])
+            return math.fsum(values)
+        mine = digits_of(values).sum(axis=0, keepdims=True)
         found = np.empty_like(mine)
         with self.watchdog.collective("Topology.total"):
             self.comm.Allreduce(mine, found, op=MPI.SUM)

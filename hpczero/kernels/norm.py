@@ -7,6 +7,7 @@ nor vanishes. Elements are therefore widened block by block, into one small buff
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -120,6 +121,70 @@ def square_sums(tensors: Iterable[Tensor]) -> list[Tensor]:
     return sums
 
 
+# The exact sum of squares: order and cuts play no part, so neither do ranks.
+#
+# Let 2^e be more than the square of the largest element of all ranks. Each square, exact in fp64, is rounded to a
+# multiple of 2^(e - 37), and what is left of it to one of 2^(e - 74). Rounding is an addition and a subtraction of 1.5
+# * 2^(e + 15), whose last digit is that unit. Up to 2^15 such multiples add up in fp64 without rounding; their sums, as
+# whole numbers of units, in int64, upper and lower halves apart. Each of n elements loses at most 2^(e - 75).
+#
+# Source: Demmel and Nguyen, Parallel Reproducible Summation, IEEE Trans. Computers 64 (2015), sec. 3, with two levels.
+
+_LEVEL = 37  # bits
+_TOGETHER = 2**15
+_HALF = 2**26  # of a sum of so many, in units
+
+
+def exact_square_words(tensors: Iterable[Tensor], largest: float) -> list[Tensor]:
+    """Four numbers that add up to ``sum(x**2)``, or none for nothing: 0-dimensional, fp64, not waited for.
+
+    The words of any cut of the same elements have the same sum, where it is rounded once (``math.fsum``); its relative
+    error is at most n * 2^-73 and that rounding. Up to 2^42 elements.
+
+    Args:
+        tensors: flat, fp32, all on one device.
+        largest: of all elements' magnitudes, on all ranks; finite.
+    """
+    held = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not held:
+        return []
+    _, exponent = math.frexp(largest * largest)
+    high = 1.5 * 2.0 ** (exponent + 15)
+    low = high * 2.0**-_LEVEL
+    block = _TOGETHER if held[0].device.type == "cpu" else DEVICE_BLOCK
+    longest = min(block, max(tensor.numel() for tensor in held))
+    buffers = torch.empty(2, longest, dtype=torch.float64, device=held[0].device)
+    upper: list[Tensor] = []
+    lower: list[Tensor] = []
+    for part in itertools.chain.from_iterable(torch.split(tensor, block) for tensor in held):
+        rest, rounded = buffers[0, : len(part)], buffers[1, : len(part)]
+        rest.copy_(part).mul_(rest)
+        torch.add(rest, high, out=rounded).sub_(high)
+        upper += _sums(rounded)
+        rest.sub_(rounded)
+        torch.add(rest, low, out=rounded).sub_(low)
+        lower += _sums(rounded)
+    words = []
+    for sums, unit in (
+        (upper, 2.0 ** (exponent - _LEVEL)),
+        (lower, 2.0 ** (exponent - 2 * _LEVEL)),
+    ):
+        units = (torch.cat(sums) / unit).long()
+        halves = units.div(_HALF, rounding_mode="floor"), units % _HALF
+        words += [
+            half.sum().double() * scale
+            for half, scale in zip(halves, (_HALF * unit, unit), strict=True)
+        ]
+    return words
+
+
+def _sums(flat: Tensor) -> list[Tensor]:
+    """Of every ``_TOGETHER`` elements, and of the rest: 1-dimensional."""
+    whole = len(flat) // _TOGETHER * _TOGETHER
+    found = [flat[:whole].view(-1, _TOGETHER).sum(1)] if whole else []
+    return found if whole == len(flat) else [*found, flat[whole:].sum().view(1)]
+
+
 def largest_magnitude(
     tensors: Iterable[Tensor], read: Callable[[Sequence[Tensor]], list[float]] = numbers_of
 ) -> float:
@@ -127,7 +192,9 @@ def largest_magnitude(
     held = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not held:
         return 0.0
-    return largest(read([torch.linalg.vector_norm(t, math.inf) for t in held]))
+    # linalg.vector_norm(t, inf) is 17 times slower on the host (torch 2.13).
+    ends = [end for tensor in held for end in torch.aminmax(tensor)]
+    return largest([abs(end) for end in read(ends)])
 
 
 def sum_of_powers(tensors: Iterable[Tensor], order: float) -> float:

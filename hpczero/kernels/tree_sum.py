@@ -395,3 +395,174 @@ def _tree(blocks: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     middle = (len(blocks) + 1) // 2
     left, right = _tree(blocks[:middle]), _tree(blocks[middle:])
     return torch.add(left, right, out=out)
+
+
+class ShardSum:
+    """Where a transport puts this rank's shard of a sum over ranks: ``out (+)= scale *`` the sum, see ``tree_sum``.
+
+    Attributes:
+        out: (shard_numel,) fp32.
+        scale, accumulate: as of ``tree_sum``.
+        last: whether ``out`` has the sum afterwards, and not a part of it.
+    """
+
+    last = True
+
+    def __init__(self, out: Tensor, scale: float = 1.0, *, accumulate: bool = False) -> None:
+        """``accumulate``: add to ``out`` instead of replacing it."""
+        self.out, self.scale, self.accumulate = out, scale, accumulate
+
+    def take(
+        self,
+        blocks: Sequence[Tensor],
+        start: int,
+        *,
+        groups: Sequence[Sequence[int]],
+        node_dtype: torch.dtype = torch.float32,
+        ranks: int = 1,
+    ) -> None:
+        """Sum the elements of the shard from ``start`` on; each is asked for once.
+
+        Args:
+            blocks: (numel,) each, as of ``tree_sum``.
+            start: first of the elements.
+            groups: as of ``tree_sum``.
+            node_dtype: as of ``tree_sum``.
+            ranks: whose sum each block is: 1, or the ranks of a node.
+        """
+        into = self.out[start : start + blocks[0].numel()]
+        tree_sum(
+            blocks,
+            into,
+            groups=groups,
+            scale=self.scale,
+            accumulate=self.accumulate,
+            node_dtype=node_dtype,
+        )
+
+    def of_node(self, blocks: Sequence[Tensor], node: int) -> Sequence[Tensor]:
+        """Those of ``blocks``, one of each rank of node ``node``, that the sum of the node is made of."""
+        return blocks
+
+    def sum_of_node(self, blocks: Sequence[Tensor], into: Tensor) -> None:
+        """Set ``into``, fp32, to the sum over the ranks of one node."""
+        tree_sum(blocks, into, groups=[range(len(blocks))], scale=1.0)
+
+
+# The sum over the leaves of a step: the same bits on any number of ranks.
+#
+# A step has M leaves: micro-batches of a fixed shape, by their global number. Their gradients are added up in one
+# binary tree that M alone shapes: it splits k leaves at the largest power of two below k.
+#
+#     6 leaves    (0 1) (2 3) | (4 5)      7 leaves    (0 1) (2 3) | (4 5) 6
+#
+# Leaves come in the order of their numbers, those of one micro-step together: leaf ``micro_step * ranks + place``. A
+# rank adds them up as a binary counter does: two neighbouring sums of as many leaves become one. What it carries from
+# one micro-step to the next are sums of 2^k leaves, one for each bit of the number of leaves so far. Which rank had a
+# leaf, and how many leaves came together, plays no part.
+#
+# Source: the counter is pairwise summation, Higham, Accuracy and Stability of Numerical Algorithms, 2002, sec. 4.2.
+
+
+def carried(leaves: int) -> int:
+    """Sums that are carried after so many leaves."""
+    return leaves.bit_count()
+
+
+class LeafSum(ShardSum):
+    """One micro-step's part of the sum over leaves. The last one sets ``out`` to ``scale *`` the sum of all.
+
+    Between nodes each node brings the sum of its ranks, which must be a whole branch of the tree: nodes have a power
+    of two of ranks each.
+    """
+
+    def __init__(
+        self,
+        out: Tensor,
+        scale: float,
+        *,
+        carries: Sequence[Tensor],
+        before: int,
+        count: int,
+        last: bool,
+    ) -> None:
+        """``out`` may be the first of ``carries``.
+
+        Args:
+            out: (shard_numel,) fp32.
+            scale: multiplies the sum of all leaves, once.
+            carries: (shard_numel,) fp32 each; as many as are carried before or after.
+            before: leaves of earlier micro-steps.
+            count: leaves of this one; those of the ranks in the order of the sum, the first ones.
+            last: whether no leaf follows.
+        """
+        super().__init__(out, scale)
+        self._carries, self._before, self._count, self.last = carries, before, count, last
+
+    def take(
+        self,
+        blocks: Sequence[Tensor],
+        start: int,
+        *,
+        groups: Sequence[Sequence[int]],
+        node_dtype: torch.dtype = torch.float32,
+        ranks: int = 1,
+    ) -> None:
+        """As of ``ShardSum``. ``node_dtype`` plays no part: sums of nodes are fp32."""
+        here = [blocks[i] for group in groups for i in group][: -(-self._count // ranks)]
+        numel = blocks[0].numel()
+        for (piece,) in pieces((numel,), piece_numel(self.out.device)):
+            at = slice(start + piece.start, min(start + piece.stop, start + numel))
+            terms = [block[piece] for block in here]
+            carries = [carry[at] for carry in self._carries]
+            if self.last:
+                _finish(_push(terms, carries, self._before // ranks), self.out[at], self.scale)
+            else:
+                for place, (_, term, _) in enumerate(_push(terms, carries, self._before // ranks)):
+                    if term is not carries[place]:
+                        carries[place].copy_(term)
+
+    def of_node(self, blocks: Sequence[Tensor], node: int) -> Sequence[Tensor]:
+        """As of ``ShardSum``: those that are leaves of this step; none where all of them come after the last."""
+        return blocks[: max(self._count - node * len(blocks), 0)]
+
+    def sum_of_node(self, blocks: Sequence[Tensor], into: Tensor) -> None:
+        """As of ``ShardSum``, in the order of the tree."""
+        if blocks:
+            _finish(_push(blocks, [], 0), into, 1.0)
+
+
+# Of how many leaves (a power of two), what they add up to, and whether it may be written to.
+_Branch = tuple[int, Tensor, bool]
+
+
+def _push(blocks: Sequence[Tensor], carries: Sequence[Tensor], before: int) -> list[_Branch]:
+    """Branches after ``blocks`` more leaves, the largest first; what is carried may be overwritten."""
+    sizes = [1 << bit for bit in reversed(range(before.bit_length())) if before >> bit & 1]
+    branches: list[_Branch] = [
+        (size, carry, True) for size, carry in zip(sizes, carries, strict=False)
+    ]
+    for block in blocks:
+        branch = 1, block.float(), block.dtype is not torch.float32
+        while branches and branches[-1][0] == branch[0]:
+            branch = _joined(branches.pop(), branch)
+        branches.append(branch)
+    return branches
+
+
+def _joined(left: _Branch, right: _Branch) -> _Branch:
+    (size, one, writable), (others, other, also) = left, right
+    into = one if writable else other if also else None
+    return size + others, torch.add(one, other, out=into), True
+
+
+def _finish(branches: list[_Branch], out: Tensor, scale: float) -> None:
+    """Set ``out`` to ``scale *`` the sum of all branches, the smallest added first."""
+    while len(branches) > 1:
+        right = branches.pop()
+        branches.append(_joined(branches.pop(), right))
+    total = branches[0][1]
+    if total is not out:
+        out.copy_(total)
+    if scale != 1.0:
+        out.mul_(scale)

@@ -11,6 +11,7 @@ from typing import Literal
 from hpczero.errors import ConfigError
 from hpczero.files.regular import shown
 
+Exactness = Literal["require", "prefer", "off"]
 Transport = Literal["auto", "flat", "hierarchical", "window", "ipc"]
 # Of comm.algorithms, which needs torch; a test holds them against its classes.
 ALGORITHMS = {

@@ -78,7 +78,13 @@ def cut(numel: int, runs: Sequence[range], most: int) -> list[range]:
 
 
 def windows_of(
-    layout: ShardLayout, groups: Sequence[int], rank: int, window_nbytes: int, element_nbytes: int
+    layout: ShardLayout,
+    groups: Sequence[int],
+    rank: int,
+    window_nbytes: int,
+    element_nbytes: int,
+    *,
+    by_shard: bool = False,
 ) -> list[range]:
     """The windows of ``rank``'s shard of a unit, if all parts of an element pass together.
 
@@ -88,12 +94,14 @@ def windows_of(
         rank: whose shard.
         window_nbytes: of all parts of one window at most.
         element_nbytes: of all parts of one element.
+        by_shard: cut at multiples of ``ALIGN`` elements of the shard, wherever neighbours of a group begin.
 
     Raises:
         ValueError: ``window_nbytes`` is too small.
     """
     most = window_nbytes // element_nbytes // ALIGN * ALIGN
-    return cut(layout.shard_numel, runs_of_groups(layout, groups, rank), most)
+    runs = [] if by_shard else runs_of_groups(layout, groups, rank)
+    return cut(layout.shard_numel, runs, most)
 
 
 # Splitting: which units of a model rest elsewhere, where only a part of them does.

@@ -75,6 +75,8 @@ def accumulate(model: nn.Module, part: int, parts: int) -> Iterator[None]:
         StepError: the part is not the next one; or gradients were never reduced when the first one begins.
     """
     state = sharding(model)
+    if state.exact is not None:
+        state.exact.refuse("accumulate adds up gradients of one rank")
     rank = state.topology.rank
     if not 0 <= part < parts:
         raise ConfigError(

@@ -21,6 +21,7 @@ from hpczero.zero.calls.ways import (
     current_task,
     next_node_number,
 )
+from hpczero.zero.units.gradients import LeafTurn
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
 
@@ -361,6 +362,7 @@ class BackwardSchedule:
 
     Attributes:
         sync: whether backward reduces gradients; ``no_sync`` turns it off.
+        turn: which leaves of a step this backward is of; None where none are summed.
         released: whether the model was given back: graphs of its calls lead nowhere then.
         differentiable: whether the last backward that brought gradients kept its own graph (``create_graph=True``).
         gradients: of every trainable unit: the nodes where autograd adds them up.
@@ -375,6 +377,7 @@ class BackwardSchedule:
         self._gradient_factor = sharding.gradient_factor
         self._sharded = sharding.plan.stage.shards_parameters
         self.sync, self.released, self.differentiable = True, False, False
+        self.turn: LeafTurn | None = None
         self.gradients = gradients
         self.order = [unit for unit in reversed(units) if unit.spec.trainable]
         self._place = {unit: place for place, unit in enumerate(self.order)}  # see ``train``
@@ -505,7 +508,7 @@ class BackwardSchedule:
         unit = self.order[backward.next]
         backward.next += 1
         self._residence.give_back(unit)
-        unit.gradients.reduce(self._gradient_factor())
+        unit.gradients.reduce(self._gradient_factor(), self.turn)
         resident = unit.gradients.rest.resident
         if not resident:  # what lies elsewhere leaves memory as soon as it is whole
             backward.reducing.append(unit)
@@ -526,8 +529,9 @@ class BackwardSchedule:
         if brings:
             while backward.next < len(self.order):
                 self._reduce_next(backward)
-            for unit in self.order:
-                unit.gradients.finish()
+            if self.turn is None or self.turn.last:
+                for unit in self.order:
+                    unit.gradients.finish()
         self._pass = None
         if brings:
             self._unfreezing.after_backward()

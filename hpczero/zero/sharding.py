@@ -22,6 +22,7 @@ from hpczero.zero.attachment import Attachment, HookSeal, Unfreezing, Zeroing
 from hpczero.zero.buffers import SharedBuffers
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.casting import Casting
+from hpczero.zero.exact import Exact
 from hpczero.zero.refusals import IGNORED_BY_DDP, NotForDDP
 from hpczero.zero.schedule import Schedule, Surroundings, answer_transformers
 from hpczero.zero.units.away_shard import GRADIENT, NOTHING_AWAY, Away
@@ -53,6 +54,7 @@ class Sharding:
         micro_batches: over how many the gradients that are reduced now are the mean; see ``accumulate``.
         next_part: of ``accumulate``, and of how many; None before the first.
         advice: what is told once.
+        exact: that steps have the same bits on any number of ranks; None where they need not.
         unfreezing: what trains otherwise than at ``zeroify``.
         registered: methods of ``register_forward``, each with what stood on the object before.
         averages: running averages of the weights, by name.
@@ -69,6 +71,7 @@ class Sharding:
         *,
         owns_topology: bool = False,
         away: Away = NOTHING_AWAY,
+        exact: Exact | None = None,
     ) -> None:
         """Collective on some transports (memory may be shared).
 
@@ -80,7 +83,9 @@ class Sharding:
             collectives: over its shard group; closed by ``detach``.
             owns_topology: ``detach`` also frees ``topology``.
             away: what rests on a memory tier, which ``detach`` closes.
+            exact: see the attribute.
         """
+        self.exact = exact
         self.model = model
         self.optimizers = optimizers
         self.plan = plan
@@ -90,9 +95,10 @@ class Sharding:
         self._owns_topology = owns_topology
         self.away = away
         self.scaler = LossScaler(plan.precision.loss_scale)
-        self.advice = Advice(model, self.topology)
+        self.advice = Advice(model, self.topology, drawn_anew=exact is not None)
         parameters = dict(model.named_parameters())
-        apart = any(GRADIENT in shard.parts for shard in away.shards.values())
+        # A leaf is collected beside the sum of the leaves before it.
+        apart = exact is not None or any(GRADIENT in s.parts for s in away.shards.values())
         tables = any(spec.row for spec in plan.units)
         reducer = Reducer(collectives, apart=apart, tables=tables)
         self._over_tensor: Collectives | None = None
@@ -218,7 +224,7 @@ class Sharding:
         for unit in units:
             for position, parameter in enumerate(unit.parameters):
                 unit.gradients.capture(position, parameter, False)
-            unit.gradients.reduce(factor)
+            unit.gradients.reduce(factor, self.schedule.backward.turn)
             unit.gradients.finish()
 
     def follow_units(self) -> None:
@@ -318,6 +324,11 @@ class Sharding:
                 "of it; run all parts inside accumulate, or call optimizer.zero_grad() to begin anew"
             )
         self.step.gradients_come()
+        turn = self.schedule.backward.turn
+        if turn is not None:
+            return 1.0 / (turn.leaves * self.scaler.scale)
+        if self.exact is not None:
+            self.exact.refuse("a backward ran outside of leaves")
         if self.micro_batches > 1:
             self.step.history.scaling(
                 f"gradients of {self.micro_batches} micro-batches (accumulate)"

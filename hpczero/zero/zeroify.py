@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from hpczero.job.topology import Topology
 from hpczero.memory.buffers import CPU, DTYPES
 from hpczero.memory.pages import give_back_freed_memory, keep_freed_memory
 from hpczero.options.environment import Environment
-from hpczero.options.values import check_algorithms
+from hpczero.options.values import Exactness, check_algorithms, require
 from hpczero.plan import Plan, Stage
 from hpczero.plan.layout import Codec
 from hpczero.plan.offload import Offload
@@ -39,6 +39,7 @@ from hpczero.plan.precision import CODES, Precision
 from hpczero.plan.rules import default_rule, tables_of, with_tables
 from hpczero.tier import DiskTier, HostTier, InPlaceTier, Tier
 from hpczero.zero.buffers import persistent_buffers
+from hpczero.zero.exact import Exact, sums_of_nodes_are_branches, why_inexact
 from hpczero.zero.filling import Initializer, KnownValues, bind, fill, loaded_later, way_of
 from hpczero.zero.refusals import check_degrees, check_gradients, check_modules, check_part
 from hpczero.zero.sharding import KEY, Sharding
@@ -138,7 +139,13 @@ def tell(offload: Offload, optimizers: OptimizerSet) -> None:
 
 
 def open_away(
-    offload: Offload, plan: Plan, parts: Sequence[str], accelerator: Accelerator, rank: int
+    offload: Offload,
+    plan: Plan,
+    parts: Sequence[str],
+    accelerator: Accelerator,
+    rank: int,
+    *,
+    exact: bool,
 ) -> Away:
     """The tier of this rank, with room for its shard of every unit that rests there; not collective.
 
@@ -148,6 +155,7 @@ def open_away(
         parts: of ``parts_of``.
         accelerator: that computes.
         rank: whose shards.
+        exact: whether bits must not depend on where a shard begins.
 
     Raises:
         TierError, ConfigError, OutOfMemory: it cannot be had, or there is not so much room.
@@ -181,7 +189,7 @@ def open_away(
         shards = {
             spec.name: AwayShard(
                 spec.name,
-                windows_of(spec.layout, spec.groups, rank, nbytes, element_nbytes),
+                windows_of(spec.layout, spec.groups, rank, nbytes, element_nbytes, by_shard=exact),
                 store=store,
                 parts=parts,
                 near=near,
@@ -289,6 +297,7 @@ def zeroify(
     initialize: Initializer | None = None,
     offload: Offload | None = None,
     quantize: str | None = None,
+    exact: Exactness = "off",
     **unknown: Never,
 ) -> nn.Module:
     """Shard ``model`` and its optimizers over the ranks, in place. Collective over the topology's world.
@@ -329,6 +338,8 @@ def zeroify(
         quantize: at stage 3, the form in which frozen matrices of units other than the root rest and travel: "int8" or
             "nf4", 1.0625 and 0.5625 bytes per element, decoded to the parameters' dtype where they are used. None:
             that dtype. It rounds the values, once.
+        exact: "require": steps have the same bits on any number of ranks; forward and backward run inside ``Leaves``,
+            and what cannot be exact is refused. "prefer": what cannot be exact runs as with "off", and says so once.
         unknown: refused by name.
 
     Returns:
@@ -382,8 +393,24 @@ def zeroify(
                 f"secondary: a copy of gathered parameters, and stage {int(stage)} keeps them whole; use stage=3, or "
                 "leave it out"
             )
+        exactly = exactness(
+            exact,
+            model,
+            topology,
+            precision,
+            transport=name or type(given).__name__.lower(),
+            sparse=sparse_gradients,
+        )
+        if (
+            exactly is not None
+            and name == "auto"
+            and not sums_of_nodes_are_branches(topology.shard)
+        ):
+            name = "flat"
         offload, rule = offload or Offload(), rule or default_rule
-        tables = row_tables(model, rule, topology, offload, asked=sparse_gradients)
+        tables: dict[str, int] = {}
+        if exactly is None:
+            tables = row_tables(model, rule, topology, offload, asked=sparse_gradients)
         plan = Plan.build(
             model,
             num_shards=topology.shard.size,
@@ -416,12 +443,26 @@ def zeroify(
     with ExitStack() as undone:
         if parts:
             with topology.agreed("open the memory tier"):
-                away = open_away(offload, plan, parts, accelerator, topology.shard_index)
+                away = open_away(
+                    offload,
+                    plan,
+                    parts,
+                    accelerator,
+                    topology.shard_index,
+                    exact=exactly is not None,
+                )
                 undone.callback(away.close)  # also where another rank has none
             if topology.is_root:
                 tell(offload, optimizers)
         sharding = Sharding(
-            model, optimizers, plan, topology, collectives, owns_topology=owns_topology, away=away
+            model,
+            optimizers,
+            plan,
+            topology,
+            collectives,
+            owns_topology=owns_topology,
+            away=away,
+            exact=exactly,
         )
         fill(sharding.units, topology, collectives, initialize, part_of(model))
         undone.pop_all()
@@ -456,7 +497,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Saves communication when micro-batches accumulate; holds whole gradients meanwhile, in fp32. Not collective.
     """
-    schedule = sharding(model).schedule
+    state = sharding(model)
+    schedule = state.schedule
+    if state.exact is not None:
+        state.exact.refuse("no_sync adds up gradients of one rank")
     before, schedule.backward.sync = schedule.backward.sync, False
     try:
         yield
@@ -649,6 +693,33 @@ def check_codes(
         raise ConfigError(
             f"precision.gather: got {precision.gather} and {wrong}; expected exact there"
         )
+
+
+def exactness(
+    asked: Exactness,
+    model: nn.Module,
+    topology: Topology,
+    precision: Precision,
+    *,
+    transport: str,
+    sparse: bool,
+) -> Exact | None:
+    """That steps are exact, if it was ``asked`` and can be; says once if it cannot. Not collective.
+
+    Raises:
+        ConfigError: it was required, and cannot be; names what is in the way, and what to do.
+    """
+    require(asked in get_args(Exactness), "exact", asked, "require, prefer or off")
+    if asked == "off":
+        return None
+    problem = why_inexact(model, topology, precision, sparse=sparse, transport=transport)
+    if not problem:
+        return Exact(topology, asked)
+    if asked == "require":
+        raise ConfigError(f"exact='require': {problem}; or zeroify with exact='prefer'")
+    if topology.is_root:
+        logger.warning("exact='prefer': steps depend on the number of ranks: %s", problem)
+    return None
 
 
 def row_tables(

@@ -37,8 +37,12 @@ class Advice:
 
     weighted = False
 
-    def __init__(self, model: nn.Module, topology: Topology) -> None:
-        """Look at the memory of the parameters, before the units take it. Nothing is hooked yet."""
+    def __init__(self, model: nn.Module, topology: Topology, *, drawn_anew: bool = False) -> None:
+        """Look at the memory of the parameters, before the units take it. Nothing is hooked yet.
+
+        ``drawn_anew``: each forward has random numbers of its own, whatever the generators are at a step.
+        """
+        self._drawn_anew = drawn_anew
         self._model = model
         self._topology = topology
         self._samples = 0
@@ -102,7 +106,7 @@ class Advice:
             )
         alike = same_generator and self._topology.data.size > 1
         alike = alike or (same_parts and self._topology.pipeline.size > 1)
-        if alike and not self._steps and self._drops():
+        if alike and not self._steps and not self._drawn_anew and self._drops():
             self._tell(
                 "all ranks draw the same random numbers (torch.initial_seed() is equal), so dropout drops the same "
                 "elements on each; call torch.manual_seed(seed + 1 + topology.rank // topology.tensor.size) after "

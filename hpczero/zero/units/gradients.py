@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -24,6 +25,7 @@ from hpczero.comm.codes import SentCodes
 from hpczero.comm.collectives import Collectives
 from hpczero.comm.rows import RowExchange
 from hpczero.errors import StepError
+from hpczero.kernels.tree_sum import LeafSum, ShardSum, carried
 from hpczero.memory.buffers import DTYPES, Buffer, Use
 from hpczero.plan import Plan, UnitSpec
 from hpczero.plan.layout import ShardLayout
@@ -242,28 +244,17 @@ class Reducer:
         return self._comm.alone and not self._apart
 
     def reduce(
-        self,
-        local: Tensor,
-        into: Tensor,
-        *,
-        scale: float,
-        accumulate: bool,
-        name: str,
-        codes: SentCodes | None = None,
+        self, local: Tensor, into: ShardSum, *, name: str, codes: SentCodes | None = None
     ) -> Work:
-        """Start ``into (+)= scale *`` this rank's part of the sum of every rank's ``local``. Collective.
+        """Start to bring this rank's part of the sum of every rank's ``local`` ``into`` its place. Collective.
 
         Args:
             local: (num_shards * shard_numel,) fp32, bf16 or fp16; not changed, and kept until the work is done.
-            into: (shard_numel,) fp32; ``local`` itself where ``in_place``, which is changed then.
-            scale: multiplies the sum.
-            accumulate: add to ``into`` instead of replacing it.
+            into: of (shard_numel,); ``local`` itself where ``in_place``, which is changed then.
             name: of the unit; what a reducer keeps from one step to the next, it keeps by this name.
             codes: as which the sum of a node travels; None: as it is.
         """
-        return self._comm.reduce_scatter(
-            local, into, scale=scale, accumulate=accumulate, name=name, codes=codes
-        )
+        return self._comm.reduce_scatter(local, into, name=name, codes=codes)
 
 
 class PartialReducer(Reducer):
@@ -288,29 +279,23 @@ class PartialReducer(Reducer):
 
     @override
     def reduce(
-        self,
-        local: Tensor,
-        into: Tensor,
-        *,
-        scale: float,
-        accumulate: bool,
-        name: str,
-        codes: SentCodes | None = None,
+        self, local: Tensor, into: ShardSum, *, name: str, codes: SentCodes | None = None
     ) -> Work:
         """As of every reducer. Collective over the tensor ranks too, when the work is waited for."""
         runs = self._runs.get(name)
-        if runs is None:
-            return super().reduce(
-                local, into, scale=scale, accumulate=accumulate, name=name, codes=codes
-            )
-        fresh = torch.empty_like(into) if accumulate else into
-        work = super().reduce(local, fresh, scale=scale, accumulate=False, name=name, codes=codes)
+        if runs is None or not into.last:
+            return super().reduce(local, into, name=name, codes=codes)
+        out, fresh = into.out, into.out
+        if into.accumulate:
+            fresh = torch.empty_like(out)
+            into = ShardSum(fresh, into.scale)
+        work = super().reduce(local, into, name=name, codes=codes)
 
         def finish() -> None:
             work.wait()
             self._sum([fresh[run] for run in runs], name)
-            if accumulate:
-                into.add_(fresh)
+            if fresh is not out:
+                out.add_(fresh)
 
         return Work(name, finish)
 
@@ -551,6 +536,28 @@ def whole_copy(values: Tensor, layout: ShardLayout, comm: Collectives, *, name: 
     return full[: layout.numel]
 
 
+@dataclass(frozen=True)
+class LeafTurn:
+    """A micro-step of a step that is summed leaf by leaf (kernels/tree_sum.py). Equal on all ranks but for ``counts``.
+
+    Attributes:
+        leaves: of the step.
+        before: leaves of earlier micro-steps.
+        count: leaves of this one.
+        counts: whether this rank's own backward is of a leaf; else it takes part in what is collective, and no more.
+    """
+
+    leaves: int
+    before: int
+    count: int
+    counts: bool
+
+    @property
+    def last(self) -> bool:
+        """Whether no leaf follows."""
+        return self.before + self.count == self.leaves
+
+
 class UnitGradients:
     """Of one trained unit.
 
@@ -592,6 +599,8 @@ class UnitGradients:
         self._dropped: set[int] = set()  # slots whose reduced gradient was set to None
         self._present = False
         self._reduction: Work | None = None
+        self._summed = 0  # leaves, in a step that has not come to its last
+        self._carries: list[Buffer] = []  # sums of them, beside the one in ``reduced``
 
     def capture(self, position: int, parameter: Tensor, accumulating: bool) -> None:
         """Take the gradient autograd left on ``parameter``, the one at ``position``; see LocalGradient.add."""
@@ -610,22 +619,25 @@ class UnitGradients:
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients wait for a reduction."""
-        return any(self._local.filled)
+        """Whether gradients wait for a reduction, or for leaves that follow."""
+        return any(self._local.filled) or bool(self._summed)
 
-    def reduce(self, scale: float) -> None:
+    def reduce(self, scale: float, turn: LeafTurn | None = None) -> None:
         """Start adding ``scale`` times the sum over ranks of the local gradients to the shards' ``grad``. Collective.
 
         Parameters without a gradient on this rank count as zero. Frees the local gradient unless the stage keeps it.
-        ``finish`` follows.
+        ``finish`` follows. With a ``turn`` the sum is over leaves: it is there after the last one, times ``scale``.
         """
+        if turn is not None:
+            self._reduce_leaves(scale, turn)
+            return
         accumulate = self._prepare_reduced()
         codes, coding = None, None
         if self._plan.precision.reduce in CODES:
             coding = self._plan.coding(self._spec)
         if coding is not None:
-            step, turn = self._comm.calls.step, self.usage.reductions
-            codes = SentCodes(coding, f"step {step}, {turn}, {self._spec.name}")
+            step, number = self._comm.calls.step, self.usage.reductions
+            codes = SentCodes(coding, f"step {step}, {number}, {self._spec.name}")
         self.usage.reduced(self._local.filled)
         if isinstance(self._local, RowGradient):
             self._local.reduce(self.reduced, scale=scale, accumulate=accumulate)
@@ -633,9 +645,7 @@ class UnitGradients:
         else:
             self._reduction = self._reducer.reduce(
                 self._local.complete(),
-                self._reduced_mine,
-                scale=scale,
-                accumulate=accumulate,
+                ShardSum(self._reduced_mine, scale, accumulate=accumulate),
                 name=self._spec.name,
                 codes=codes,
             )
@@ -643,12 +653,53 @@ class UnitGradients:
         self._dropped.clear()
         self._present = True
 
+    def _reduce_leaves(self, scale: float, turn: LeafTurn) -> None:
+        """As ``reduce``, of one turn."""
+        self.finish()
+        if turn.before != self._summed or self._present:
+            raise StepError(
+                f"unit {self._spec.name!r} has a sum over {self._summed} leaves where leaf {turn.before} follows (was "
+                "a part of the model unfrozen, or a backward cut off, between leaves?); call optimizer.zero_grad() and "
+                "begin the step anew"
+            )
+        self.rest.take()
+        after = turn.before + turn.count
+        held = max(carried(turn.before), 0 if turn.last else carried(after))
+        numel = self._spec.layout.shard_numel
+        while len(self._carries) < held - 1:
+            self._carries.append(self._comm.allocate(numel, torch.float32, category="carried"))
+        mine = self._reduced_mine
+        into = LeafSum(
+            mine,
+            scale,
+            carries=[mine, *(carry.tensor for carry in self._carries)],
+            before=turn.before,
+            count=turn.count,
+            last=turn.last,
+        )
+        if turn.counts:
+            self.usage.reduced(self._local.filled)
+        local = self._local
+        assert isinstance(local, LocalGradient), "tables go whole where leaves are summed"
+        self._reduction = self._reducer.reduce(local.complete(), into, name=self._spec.name)
+        local.clear()
+        self._summed, self._present = 0 if turn.last else after, turn.last
+
+    def _drop_carries(self) -> None:
+        for carry in self._carries:
+            carry.release()
+        self._carries.clear()
+
     def finish(self) -> None:
         """Return when the shards' ``grad`` have what ``reduce`` adds. Collective; nothing if none goes on."""
         if self._reduction is None:
             return
         self._reduction.wait()
         self._reduction = None
+        if self._summed:  # leaves follow
+            self.rest.put_away()
+            return
+        self._drop_carries()
         is_part = isinstance(self._local, LocalGradient)  # of a table every rank has all rows
         if is_part and not self._plan.stage.shards_optimizer and self._comm.group.size > 1:
             self._comm.all_gather(self.reduced, name=self._spec.name).wait()
@@ -712,6 +763,11 @@ class UnitGradients:
 
     def drop(self, *, set_to_none: bool = True) -> None:
         """Forget local and reduced gradients; with ``set_to_none=False`` reduced ones become zero."""
+        if self._summed:
+            self.finish()  # it may still be written to
+            self._summed = 0
+            self._drop_carries()
+            self.rest.drop()
         self._local.clear()
         if not set_to_none:
             with self.rest.at_hand(changes=True) if self.present else nullcontext():
@@ -731,7 +787,8 @@ class UnitGradients:
     def is_at(self, position: int) -> bool:
         """Whether a slot has a gradient, reduced (then on all ranks alike) or waiting for it."""
         reduced = self.present and position not in self._dropped
-        return bool(reduced or self._local.filled[position])
+        summed = self._summed and self.usage.now[position]
+        return bool(reduced or summed or self._local.filled[position])
 
     def pieces_at(self, position: int, *, owned: bool = False) -> list[Tensor]:
         """Views of what this rank holds of a slot's reduced gradient; ``owned``: each element on one rank only.
@@ -749,6 +806,11 @@ class UnitGradients:
         if len(positions) == len(self._spec.layout.slots):
             self.drop(set_to_none=set_to_none)
             return
+        if self._summed:
+            raise StepError(
+                f"gradients of some parameters of unit {self._spec.name!r} were dropped between the leaves of a step, "
+                "whose sum is not complete; drop all of them (model.zero_grad()), or drop after the last leaf"
+            )
         chosen = set(positions)
         for position in chosen:
             self._local.filled[position] = False

@@ -19,6 +19,7 @@ from hpczero.errors import ConfigError, StepError, TierError
 from hpczero.job.group import Group, unlike
 from hpczero.job.topology import Topology
 from hpczero.kernels.norm import (
+    exact_square_words,
     largest,
     largest_magnitude,
     numbers_of,
@@ -110,6 +111,8 @@ class GradientNorms:
         comm: Collectives,
         model_ranks: Group,
         check: Callable[[], None],
+        *,
+        exact: bool = False,
     ) -> None:
         """Not collective.
 
@@ -118,7 +121,9 @@ class GradientNorms:
             comm: the transport.
             model_ranks: the ranks that hold one copy of the model together.
             check: raises StepError where gradients are not reduced over ranks.
+            exact: whether the norm of all has the same bits on any number of ranks.
         """
+        self._exact = exact
         self._units = units
         self._comm, self._model_ranks = comm, model_ranks
         self._check = check
@@ -149,7 +154,8 @@ class GradientNorms:
     def of_all(self, norm_type: float) -> float:
         """Norm over all parameters, of order 2.0 or inf; the same bits on every rank and in every stage.
 
-        Right to fp64 rounding, so it is also that of any other number of ranks but for the last digits.
+        Right to fp64 rounding, so it is also that of any other number of ranks but for the last digits; with ``exact``
+        those too.
 
         Raises:
             ConfigError: another order.
@@ -159,6 +165,8 @@ class GradientNorms:
             raise ConfigError(f"norm_type: got {norm_type!r}, expected 2.0 or inf")
         self._check()
         square = norm_type == 2.0
+        if square and self._exact:
+            return self._exact_norm()
         mine, others = self._squares() if square else self._largest()
         if square:  # in each step of training: no list of all ranks
             of_part = self._comm.total(mine, name="grad_norm")
@@ -171,6 +179,22 @@ class GradientNorms:
         if math.isfinite(norm) and math.isfinite(others):
             self.note_finite()
         return norm
+
+    def _exact_norm(self) -> float:
+        """Of order 2, the same bits on any number of ranks: see kernels/norm.py."""
+        top = self.of_all(math.inf)  # which notes that all are finite
+        if not math.isfinite(top) or not top:
+            return top
+        present = [unit for unit in self._units if unit.gradients.present]
+        near = [unit for unit in present if unit.gradients.rest.resident]
+        words = exact_square_words([part for unit in near for part in counted(unit)], top)
+        found = self.readings.read(words)
+        for unit in present:
+            if not unit.gradients.rest.resident:
+                with unit.gradients.rest.at_hand():
+                    found += numbers_of(exact_square_words(counted(unit), top))
+        of_part = self._comm.total(*found, name="grad_norm")
+        return math.sqrt(math.fsum(self._model_ranks.share(np.array([of_part]))[:, 0].tolist()))
 
     def _squares(self) -> tuple[float, float]:
         """Sums of squares of this rank's gradients: what it adds to the norm, and what another rank adds.

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from hpczero.errors import StepError
+from hpczero.plan.layout import DEFAULT_ALIGN
 from hpczero.zero.units.guard import all_have_gradients, have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizers import ELEMENTWISE
@@ -243,6 +245,11 @@ class PieceRun:
         """One parameter for all of them, a view of ``master``."""
         return nn.Parameter(self.part_of(master))
 
+    @property
+    def begin(self) -> int:
+        """Of their elements in the master, which begins at a multiple of 64 elements of the unit."""
+        return self._begin
+
     def part_of(self, flat: Tensor) -> Tensor:
         """Theirs of ``flat``, which is cut as the master is."""
         return flat[self._begin : self._end]
@@ -376,6 +383,72 @@ class Update(ABC):
 def _empty_groups(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group["params"] = []
+
+
+# [Note: The same bits wherever a shard begins]
+# torch's fused kernels of the host round the last elements of a tensor, which fill no vector, in another way (torch
+# 2.13). Which elements these are depends on where a shard begins and ends. Where steps must not depend on that, a long
+# tensor is cut at the first and the last multiple of 64 elements of its unit, at which all shards begin: what lies
+# between fills all vectors, and the two ends lie in one shard however many there are.
+
+
+def _cuts(numel: int, start: int) -> list[int]:
+    """Where a tensor that begins at element ``start`` of its unit is cut, both ends among them."""
+    first = min(-start % DEFAULT_ALIGN, numel)
+    last = max(numel - (start + numel) % DEFAULT_ALIGN, first)
+    return sorted({0, first, last, numel})
+
+
+@contextmanager
+def in_groups_aligned(
+    optimizer: Optimizer,
+    tensors: Sequence[tuple[int, nn.Parameter, State]],
+    starts: Sequence[int],
+) -> Iterator[list[State | None]]:
+    """``in_groups``, with tensors cut; see [Note: The same bits wherever a shard begins].
+
+    ``starts``: the element of its unit at which each begins.
+    """
+    cut: list[tuple[int, nn.Parameter, State]] = []
+    counts = []
+    for (group, tensor, state), start in zip(tensors, starts, strict=True):
+        ends = _cuts(tensor.numel(), start)
+        for begin, end in pairwise(ends):
+            part = nn.Parameter(tensor.detach()[begin:end])
+            part.grad = None if tensor.grad is None else tensor.grad[begin:end]
+            held = {
+                name: (value[begin:end] if value.dim() else value.clone())
+                if isinstance(value, Tensor)
+                else value
+                for name, value in state.items()
+            }
+            cut.append((group, part, held))
+        counts.append(len(ends) - 1)
+    after: list[State | None] = []
+    made: list[State | None] = []
+    try:
+        with in_groups(optimizer, cut) as made:
+            yield after
+    finally:
+        following = iter(made)
+        for (_, _, state), count in zip(tensors, counts, strict=True):
+            after.append(_together([next(following) for _ in range(count)], state))
+
+
+def _together(parts: Sequence[State | None], before: State) -> State | None:
+    """The state of a tensor, of that of its parts; tensors that were stepped on in place are those of ``before``."""
+    found: State = {}
+    for name, first in (parts[0] or {}).items():
+        if not (isinstance(first, Tensor) and first.dim()):
+            found[name] = first
+            continue
+        values: list[Tensor] = [(part or {})[name] for part in parts]
+        old, begin, same = before.get(name), 0, name in before
+        for value in values:
+            same = same and value.data_ptr() == old[begin:].data_ptr()  # type: ignore[index]
+            begin += value.numel()
+        found[name] = old if same else torch.cat(values)
+    return found or None
 
 
 @contextmanager
@@ -522,9 +595,11 @@ class PartedUpdate(Update):
         units: that it steps on.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, aligned: bool = False) -> None:
+        """``aligned``: see [Note: The same bits wherever a shard begins]."""
         super().__init__(optimizer)
         self._method = method_behind(optimizer)
+        self._aligned = aligned
 
     @override
     def follow(self, slots: Mapping[Unit, Sequence[int]], groups: range) -> None:
@@ -580,7 +655,13 @@ class PartedUpdate(Update):
         after: list[State | None] = []
         try:
             tensors = [(run.group, long, state) for _, run, long, state in prepared.runs]
-            with in_groups(optimizer, tensors) as after:
+            starts = [run.begin for _, run, _, _ in prepared.runs]
+            if self._aligned:
+                _check_whole(optimizer, prepared.apart)
+                context = in_groups_aligned(optimizer, tensors, starts)
+            else:
+                context = in_groups(optimizer, tensors)
+            with context as after:
                 for number, piece in prepared.apart:
                     optimizer.param_groups[number]["params"].append(piece)
                 method(optimizer)
@@ -624,6 +705,15 @@ class PartedUpdate(Update):
         for spans in self._spans.values():
             for span in spans:
                 span.forget()
+
+
+def _check_whole(optimizer: Optimizer, apart: Sequence[tuple[int, nn.Parameter]]) -> None:
+    """Refuse a fused step on pieces that cannot be put together: see [Note: The same bits wherever a shard begins]."""
+    if any(optimizer.param_groups[number].get("fused") for number, _ in apart):
+        raise StepError(
+            "exact: the program has put state of its own into optimizer.state, so that pieces are stepped on one by "
+            "one, and a fused step rounds by where a piece begins; build the optimizer with fused=False"
+        )
 
 
 def _spans_of(unit: Unit, group_of: dict[int, int]) -> list[PieceSpan]:

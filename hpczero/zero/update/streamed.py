@@ -39,7 +39,14 @@ from hpczero.zero.units.away_shard import GRADIENT, MIRROR, VALUES, AwayShard, U
 from hpczero.zero.units.guard import have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import AwayState, adopt, is_elementwise, state_of
-from hpczero.zero.update.parts import PartedUpdate, State, Update, in_groups, method_behind
+from hpczero.zero.update.parts import (
+    PartedUpdate,
+    State,
+    Update,
+    in_groups,
+    in_groups_aligned,
+    method_behind,
+)
 
 
 @dataclass(frozen=True)
@@ -103,11 +110,11 @@ class StreamedUpdate(Update):
     Source of the split: DeepSpeed's Twin-Flow, 2023.
     """
 
-    def __init__(self, optimizer: Optimizer, store: UnitStore) -> None:
-        """Not collective."""
+    def __init__(self, optimizer: Optimizer, store: UnitStore, *, aligned: bool = False) -> None:
+        """Not collective. ``aligned``: as of ``PartedUpdate``."""
         super().__init__(optimizer)
-        self._store = store
-        self._here = PartedUpdate(optimizer)
+        self._store, self._aligned = store, aligned
+        self._here = PartedUpdate(optimizer, aligned=aligned)
         method = method_behind(optimizer)
         assert method is not None, "checked by zeroify"
         self._method: Callable[[Optimizer], Any] = method
@@ -308,7 +315,13 @@ class StreamedUpdate(Update):
             state.update({name: floats(staged, name)[part] for name in run.elementwise})
             parts.append(part)
             tensors.append((run.group, long, state))
-        with in_groups(optimizer, tensors) as made:
+        starts = [elements.start + part.start for part in parts]
+        context = (
+            in_groups_aligned(optimizer, tensors, starts)
+            if self._aligned
+            else in_groups(optimizer, tensors)
+        )
+        with context as made:
             self._call(optimizer)
         changed = GRADIENT in staged and any(
             long.grad is not None and long.grad._version for _, long, _ in tensors
@@ -391,9 +404,9 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 class HostUpdate(StreamedUpdate):
     """Of an optimizer whose pieces rest in memory that the host works on."""
 
-    def __init__(self, optimizer: Optimizer, store: UnitStore) -> None:
-        """``store`` has an ``InPlaceTier`` and an ascent."""
-        super().__init__(optimizer, store)
+    def __init__(self, optimizer: Optimizer, store: UnitStore, *, aligned: bool = False) -> None:
+        """``store`` has an ``InPlaceTier`` and an ascent; ``aligned``: as of ``PartedUpdate``."""
+        super().__init__(optimizer, store, aligned=aligned)
         assert isinstance(store.tier, InPlaceTier), "opened by zeroify"
         self._tier = store.tier
 
@@ -513,9 +526,9 @@ class Pending:
 class DelayedUpdate(HostUpdate):
     """The host's step of one batch, taken on a thread while the model computes the next batch."""
 
-    def __init__(self, optimizer: Optimizer, store: UnitStore) -> None:
+    def __init__(self, optimizer: Optimizer, store: UnitStore, *, aligned: bool = False) -> None:
         """As of ``HostUpdate``."""
-        super().__init__(optimizer, store)
+        super().__init__(optimizer, store, aligned=aligned)
         self._pending: Pending | None = None
         self._thread = ThreadPoolExecutor(1, "hpczero-delayed-update")
 

@@ -20,6 +20,7 @@ from hpczero.job.topology import Topology
 from hpczero.plan.precision import LossScaler, Precision
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.ways import untraced
+from hpczero.zero.exact import Exact
 from hpczero.zero.units.gradients import Flags
 from hpczero.zero.units.seen_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
@@ -239,6 +240,7 @@ class Stepper:
         comm: Collectives,
         *,
         sharded: bool,
+        aligned: bool,
     ) -> None:
         """Not collective.
 
@@ -250,6 +252,7 @@ class Stepper:
             hooks: on the optimizer's step.
             comm: the transport.
             sharded: whether each rank steps on its own shards alone.
+            aligned: whether bits must not depend on where a shard begins.
         """
         self.optimizer, self.index, self.name = optimizer, index, optimizers.name(index)
         self._optimizers, self._hooks = optimizers, hooks
@@ -262,11 +265,11 @@ class Stepper:
         elif hasattr(type(optimizer), CODED):
             self.update = CodedUpdate(optimizer)
         elif away is None:
-            self.update = PartedUpdate(optimizer)
+            self.update = PartedUpdate(optimizer, aligned=aligned)
         else:
             kind = StreamedUpdate if away.store.ascent is None else HostUpdate
             kind = DelayedUpdate if away.store.delayed else kind
-            self.update = kind(optimizer, away.store)
+            self.update = kind(optimizer, away.store, aligned=aligned)
         self.together = self.streams or self.update.together
         self._open = False  # shards are, for the time of a step
         self.follow(units)
@@ -340,6 +343,7 @@ class ModelSide(Protocol):
     precision: Precision
     scaler: LossScaler
     advice: Advice
+    exact: Exact | None
 
     @property
     def in_backward(self) -> bool:
@@ -400,7 +404,13 @@ class Step:
         self._all_units = model.units
         self._units = [unit for unit in model.units if unit.spec.trainable]
         self.skips = Skips(comm, model.precision, model.scaler, speaks=topology.is_root)
-        self.norms = GradientNorms(self._units, comm, topology.model_parallel, self._check_reduced)
+        self.norms = GradientNorms(
+            self._units,
+            comm,
+            topology.model_parallel,
+            self._check_reduced,
+            exact=model.exact is not None,
+        )
         self.agreement = Agreement(self._units, comm, topology, model.advice, self.norms.readings)
         self.history = GradientHistory(self._units, self.norms)
         self.rounds = Rounds(0)
@@ -422,6 +432,7 @@ class Step:
                 StepHooks(optimizer, self._before, self._after),
                 self._comm,
                 sharded=sharded,
+                aligned=self._model.exact is not None,
             )
             for index, optimizer in enumerate(optimizers)
         ]

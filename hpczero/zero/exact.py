@@ -1,0 +1,95 @@
+"""Exact: whether the steps of a model have the same bits on any number of ranks, and what keeps them from it."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from hpczero.errors import StepError
+from hpczero.job.group import Group
+from hpczero.job.topology import Topology
+from hpczero.options.values import Exactness
+from hpczero.plan.precision import Precision
+
+logger = logging.getLogger("hpczero.exact")
+
+
+def why_inexact(
+    model: nn.Module, topology: Topology, precision: Precision, *, sparse: bool, transport: str
+) -> str:
+    """What keeps a step from having the same bits on any number of ranks, and what to do; empty if nothing does.
+
+    Not collective; the same on every rank. ``transport`` is the name that was asked for.
+    """
+    shard, problem = topology.shard, ""
+    statistics = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.track_running_stats
+    ]
+    if statistics:
+        problem = (
+            f"module {statistics[0]!r} keeps running statistics, which are rank 0's; use GroupNorm or LayerNorm, or "
+            "track_running_stats=False"
+        )
+    elif topology.replicate.size > 1:
+        problem = "replicas of the shards add up their sums; shard over all ranks (parallel.shard)"
+    elif topology.sequence.size > 1:
+        problem = "ranks that share the tokens of a sample (parallel.context) add up parts of a leaf; leave it at 1"
+    elif precision.reduce != "fp32":
+        problem = (
+            f"precision.reduce is {precision.reduce}, which rounds sums of nodes; leave it at fp32"
+        )
+    elif precision.gather != "exact":
+        problem = f"precision.gather is {precision.gather}, whose codes depend on shards; leave it at exact"
+    elif sparse:
+        problem = "sparse_gradients sends sums of rows; leave it out"
+    elif not sums_of_nodes_are_branches(shard) and transport not in ("auto", "flat"):
+        problem = (
+            f"transport {transport} adds up the {shard.local_size} ranks of a node first, and only powers of two are "
+            "branches of the tree; use transport flat"
+        )
+    return problem
+
+
+def sums_of_nodes_are_branches(group: Group) -> bool:
+    """Whether the sum over the ranks of each node is a whole branch of the tree, on however many nodes."""
+    ranks = group.local_size
+    return group.num_nodes == 1 or (group.is_rectangular and ranks & (ranks - 1) == 0)
+
+
+class Exact:
+    """Of one model: that its steps are summed leaf by leaf.
+
+    Attributes:
+        demanded: whether a backward outside of leaves is refused; else it is said once, and is an ordinary one.
+        place: of this rank among the ranks whose gradients are summed, in the order of the sum.
+        ranks: how many they are.
+    """
+
+    def __init__(self, topology: Topology, asked: Exactness) -> None:
+        """Not collective."""
+        self.demanded = asked == "require"
+        order = [index for group in topology.shard.reduction_groups for index in group]
+        self.place, self.ranks = order.index(topology.shard.index), len(order)
+        self._root, self._told = topology.is_root, False
+
+    def refuse(self, what: str) -> None:
+        """A backward comes that is of no leaf.
+
+        Raises:
+            StepError: where exactness was required.
+        """
+        if self.demanded:
+            raise StepError(
+                f"exact='require': {what}, whose sum depends on the number of ranks; run forward and backward inside "
+                "`for leaf in hpczero.Leaves(model, count, step=step):`, or zeroify with exact='prefer'"
+            )
+        if self._root and not self._told:
+            self._told = True
+            logger.warning(
+                "exact: %s, so this step is not the same on another number of ranks; use hpczero.Leaves",
+                what,
+            )

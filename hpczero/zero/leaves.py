@@ -1,0 +1,140 @@
+"""Leaves: the micro-batches of a step by their global numbers, whose sum has the same bits on any number of ranks.
+
+A step has M leaves of one shape. On N ranks micro-step i computes leaves ``i * N`` to ``i * N + N - 1``, in the order
+of the ranks. Each backward reduces, and the owner of a shard adds leaf to leaf (kernels/tree_sum.py). Random numbers
+are drawn anew for each leaf. docs/exact.md has what is promised.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpczero.errors import ConfigError, StepError
+from hpczero.zero.units.gradients import LeafTurn
+from hpczero.zero.update.agreement import DeferredNumber
+from hpczero.zero.zeroify import sharding
+
+
+class Leaves:
+    """The leaves of one step that this rank computes. Iterating is collective over the ranks of the model.
+
+    ::
+
+        leaves = hpczero.Leaves(model, 12, step=step)
+        for leaf in leaves:                    # a number from 0 to 11
+            loss = model(*batch(step, leaf))
+            loss.backward()
+            leaves.note(loss)
+        optimizer.step(); optimizer.zero_grad()
+        print(leaves.mean_loss())
+
+    Gradients become the mean over all leaves: do not divide the loss. Inputs of a leaf depend on ``step`` and ``leaf``
+    alone, and have one shape. The generators of torch, NumPy and Python are seeded anew before each leaf, from
+    ``seed``, ``step`` and the leaf, and once more after the last one, on all ranks alike.
+
+    Where ``count`` is no multiple of the ranks, some ranks compute the last leaf again at the end, because forward and
+    backward are collective. Their gradients and losses do not count.
+    """
+
+    def __init__(self, model: nn.Module, count: int, *, step: int, seed: int = 0) -> None:
+        """Not collective.
+
+        Args:
+            model: zeroified with ``exact="require"`` or ``"prefer"``.
+            count: leaves of the step, M; the same on every rank, and at least as many as ranks.
+            step: number of the step in the whole training, whatever job it is in.
+            seed: of the run.
+
+        Raises:
+            ConfigError: too few leaves, or the model was zeroified otherwise.
+        """
+        self._state = sharding(model)
+        if self._state.exact is None:
+            raise ConfigError(
+                "Leaves: the model was zeroified with exact='off', or cannot be exact (the log says why); expected "
+                "zeroify(..., exact='require')"
+            )
+        self._exact = self._state.exact
+        ranks = self._exact.ranks
+        if count < ranks:
+            raise ConfigError(
+                f"Leaves: got {count} leaves and {ranks} ranks, expected at least one leaf for each rank; make leaves "
+                "smaller, or start fewer ranks"
+            )
+        self.count, self._step, self._seed = count, step, seed
+        self.turns = [
+            LeafTurn(count, first, min(ranks, count - first), first + self._exact.place < count)
+            for first in range(0, count, ranks)
+        ]
+        self._losses: list[DeferredNumber | float] = []
+        self._counts = False
+
+    @property
+    def mine(self) -> list[int]:
+        """The leaf of each micro-step on this rank."""
+        place = self._exact.place
+        return [min(turn.before + place, self.count - 1) for turn in self.turns]
+
+    def __iter__(self) -> Iterator[int]:
+        """The leaves of this rank, each inside its turn."""
+        self.check_begin()
+        for number, leaf in enumerate(self.mine):
+            self.draw(leaf)
+            with self.turn(number):
+                yield leaf
+        self.draw(self.count)
+
+    def check_begin(self) -> None:
+        """Raise StepError where gradients are there already: a sum over leaves begins with none."""
+        state = self._state
+        units = [unit for unit in state.units if unit.spec.trainable]
+        if any(unit.gradients.present or unit.gradients.waiting for unit in units):
+            raise StepError(
+                f"rank {state.topology.rank}: a sum over leaves begins, and gradients of before are there; call "
+                "optimizer.zero_grad() first, or make all of them leaves of one step"
+            )
+
+    def draw(self, leaf: int, piece: int = 0) -> None:
+        """Seed the generators for a leaf, of a part of the model; ``count`` for what follows the last leaf."""
+        text = f"{self._seed} {self._step} {leaf} {piece}".encode()
+        key = int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
+        torch.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key >> 32)  # noqa: NPY002  (the generator that modules draw from)
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Context for the forward and the backward of one micro-step."""
+        backward = self._state.schedule.backward
+        before = backward.sync, backward.turn
+        backward.sync, backward.turn = True, self.turns[number]
+        self._counts = self.turns[number].counts
+        try:
+            yield
+        finally:
+            backward.sync, backward.turn = before
+
+    def note(self, loss: Tensor | float) -> None:
+        """The loss of the leaf that is computed now. Not collective, and it does not wait for a device."""
+        if self._counts:
+            readings = self._state.step.norms.readings
+            self._losses.append(readings.add(loss) if isinstance(loss, Tensor) else loss)
+
+    @property
+    def own_losses(self) -> list[float]:
+        """Of the leaves of this rank that count; waits for a device."""
+        return [loss if isinstance(loss, float) else loss() for loss in self._losses]
+
+    def mean_loss(self) -> float:
+        """Mean of the noted losses over all leaves, rounded once: the same bits on any number of ranks.
+
+        Collective over ``topology.data``.
+        """
+        return self._state.topology.data.total(*self.own_losses) / self.count
