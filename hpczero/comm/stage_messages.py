@@ -302,15 +302,15 @@ class StageMessages:
         self._reach.landed(theirs, target)
         return theirs
 
-    def last_says(self, number: float) -> float:
-        """``number`` of the last stage, on all. Collective over the group."""
-        value, last = np.array([number], dtype=np.float64), self._group.size - 1
+    def last_says(self, *numbers: float) -> list[float]:
+        """``numbers`` of the last stage, on all, which have equally many. Collective over the group."""
+        value, last = np.array(numbers, dtype=np.float64), self._group.size - 1
         where = f"stage {self._group.rank} of {self._group.size}"
         begin = time.perf_counter()
         with self._group.watchdog.collective(f"{where}: the loss of the step from stage {last}"):
             self._group.comm.Bcast(value, root=last)
         self.stats.waited_s += time.perf_counter() - begin
-        return float(value[0])
+        return [float(each) for each in value]
 
     # --- parts of the above --------------------------------------------------------------------------------------
 

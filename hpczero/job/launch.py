@@ -20,7 +20,7 @@ from hpczero.job import log
 from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
 from hpczero.options.environment import Environment
-from hpczero.options.values import parse_nodes
+from hpczero.options.values import digits, parse_nodes
 
 ASK_LIMIT_S = 15.0
 
@@ -127,8 +127,15 @@ def warn_of_shared_devices(topology: Topology, accelerator: Accelerator) -> None
         )
 
 
-def use_own_cores(topology: Topology) -> None:
-    """Let torch use this rank's share of the cores it may run on, or OMP_NUM_THREADS if that is fewer. Collective."""
+def use_own_cores(topology: Topology, *, exact: bool = False) -> None:
+    """Let torch use this rank's share of the cores it may run on, or OMP_NUM_THREADS if that is fewer. Collective.
+
+    The number of threads shows in the last bits of some gradients. With ``exact`` it does not depend on the ranks: it
+    is OMP_NUM_THREADS, else 1.
+    """
+    if exact:
+        torch.set_num_threads(digits(os.environ.get("OMP_NUM_THREADS", "")) or 1)
+        return
     cores = sorted(os.sched_getaffinity(0))
     # Ranks bound to the same cores of the same host share them; fake nodes are on one host.
     key = float(zlib.crc32(f"{socket.gethostname()} {cores}".encode()))

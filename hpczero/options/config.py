@@ -13,7 +13,7 @@ import tyro
 
 from hpczero.errors import ConfigError
 from hpczero.options.types import MOST, JsonObject, require_amount, require_path, require_positive
-from hpczero.options.values import Transport, digits, node_shape, require
+from hpczero.options.values import Exactness, Transport, digits, node_shape, require
 
 Schedule = Literal["1f1b", "gpipe", "interleaved"]
 MOST_DEGREE = 10**6
@@ -288,12 +288,15 @@ class RunOptions:
         seed: of initial weights and order of samples; results depend on it alone, not on the number of ranks.
         overwrite: delete an earlier run of this name, but what it had set aside; with resume.from PATH it is set aside
             itself. One called "default" is otherwise moved to a name with the date.
+        exact: require: losses and weights have the same bits on any number of ranks, up to one for each micro-batch;
+            what cannot be so is refused. prefer: it then runs as with off, and says so. See docs/exact.md.
     """
 
     name: str = DEFAULT_RUN
     folder: str = "runs"
     seed: int = 0
     overwrite: bool = False
+    exact: Exactness = "off"
 
     def __post_init__(self) -> None:
         require(
@@ -413,7 +416,8 @@ class TrainOptions:
         steps: optimizer steps.
         global_batch: sequences per step over all ranks; None: what the next two make, else 12 or the next number that
             the ranks divide.
-        micro_batch: sequences per rank in one forward; None: what the other two make.
+        micro_batch: sequences per rank in one forward; None: what the other two make, or 1 with run.exact, of whose
+            sums it is a part.
         accumulation: forwards per step; None: 1, or what the other two make.
         learning_rate: peak.
         min_learning_rate: at the end of the cosine; None: a tenth of the peak.
@@ -626,18 +630,29 @@ class RunConfig:
                 "parallel.stage and train.micro_batch as python -m hpczero.plan chooses them for one group"
             )
 
+        for name, on in (("train.balance", self.train.balance), ("local.steps", self.groups > 1)):
+            if on and self.run.exact != "off":
+                raise ConfigError(
+                    f"run.exact: got {self.run.exact} with {name}, by which sums depend on the ranks; expected off, or "
+                    f"no {name}"
+                )
+
     @property
     def groups(self) -> int:
         """How many groups of ranks share the global batch; 1: all ranks train together."""
         return self.local.groups if self.local.steps else 1
 
-    def pinned(self, global_batch: int) -> RunConfig:
+    def pinned(self, global_batch: int, leaf: int | None = None) -> RunConfig:
         """The same options with the global batch spelled out, so that they mean the same run on any number of ranks.
 
-        Of a micro batch and an accumulation the micro batch stays, because it is what fits into memory.
+        Of a micro batch and an accumulation the micro batch stays, because it is what fits into memory. ``leaf``: the
+        micro batch of an exact run.
         """
         accumulation = None if self.train.micro_batch else self.train.accumulation
         train = dataclasses.replace(
-            self.train, global_batch=global_batch, accumulation=accumulation
+            self.train,
+            global_batch=global_batch,
+            micro_batch=leaf or self.train.micro_batch,
+            accumulation=accumulation,
         )
         return dataclasses.replace(self, train=train)

@@ -401,6 +401,7 @@ class Footprint:
         replica_nodes: nodes that they are on.
         carriers: who moves what between nodes that have different numbers of ranks; None where they have equal ones.
         replica_carriers: the same of the nodes of replicas.
+        leaves: micro-batches of a step over all ranks, where they are summed one by one; 0 where they are not.
     """
 
     ranks: int = 1
@@ -413,6 +414,7 @@ class Footprint:
     replica_nodes: int = 1
     carriers: Carriers | None = None
     replica_carriers: Carriers | None = None
+    leaves: int = 0
 
     @property
     def reads_peers(self) -> bool:
@@ -451,7 +453,16 @@ class Footprint:
             num_shards: ranks that share each unit.
             itemsize: bytes of an element of the gradient; the mean is fp32.
         """
-        return num_shards == self.replicas == 1 and itemsize == FP32_BYTES
+        alone = num_shards == self.replicas == 1 and itemsize == FP32_BYTES
+        return alone and not self.leaves  # a leaf is collected beside the sum of those before it
+
+    def carried_sums(self, num_shards: int) -> int:
+        """Sums of leaves that a rank holds between micro-steps, each of a shard, beside that where the mean will lie.
+
+        One for each bit of the number of leaves so far; see kernels/tree_sum.py.
+        """
+        counts = range(num_shards, self.leaves, num_shards)
+        return max((count.bit_count() for count in counts), default=1) - 1
 
 
 def replicas_nbytes(footprint: Footprint, shard_numel: int, itemsize: int) -> int:

@@ -31,22 +31,27 @@ class Batch:
         global_batch: sequences per step over all ranks.
         micro_batch: sequences per rank in one forward.
         accumulation: forwards per step.
+        leaves: micro batches of the step over all ranks, where they are summed one by one (``run.exact``); else None.
     """
 
     global_batch: int
     micro_batch: int
     accumulation: int
+    leaves: int | None = None
 
     @classmethod
-    def resolve(cls, options: TrainOptions, world_size: int) -> Batch:
+    def resolve(cls, options: TrainOptions, world_size: int, *, exact: bool = False) -> Batch:
         """Any two of the three sizes fix the third: ``global = micro * accumulation * world_size``.
 
         A global batch alone means one forward per step. If it is neither given nor fixed by the other two, it is the
-        default, rounded up to a multiple of the rest.
+        default, rounded up to a multiple of the rest. With ``exact`` the number of ranks plays no part in the first
+        two: see ``of_leaves``.
 
         Raises:
             ConfigError: the sizes contradict each other or do not divide.
         """
+        if exact:
+            return cls.of_leaves(options, world_size)
         micro, accumulation = options.micro_batch, options.accumulation
         whole = options.global_batch
         if whole is None:
@@ -71,6 +76,28 @@ class Batch:
                 "give two of the three and the third follows"
             )
         return cls(global_batch=whole, micro_batch=micro, accumulation=accumulation)
+
+    @classmethod
+    def of_leaves(cls, options: TrainOptions, world_size: int) -> Batch:
+        """Of an exact run: a micro batch is a leaf, 1 sequence if nothing is said, and ranks share the leaves.
+
+        Raises:
+            ConfigError: there are fewer leaves than ranks, or an accumulation is given, which follows from the ranks.
+        """
+        leaf = options.micro_batch or 1
+        whole = options.global_batch or -(-DEFAULT_GLOBAL_BATCH // leaf) * leaf
+        leaves = cls._divide(whole, leaf, f"micro_batch {leaf}")
+        if options.accumulation is not None:
+            raise ConfigError(
+                f"train.accumulation: got {options.accumulation} with run.exact, expected none: it follows from the "
+                "number of ranks, train.global_batch and train.micro_batch"
+            )
+        if leaves < world_size:
+            raise ConfigError(
+                f"run.exact: global_batch {whole} in micro batches of {leaf} is {leaves} micro batches, and "
+                f"{world_size} ranks need one each; start at most {leaves} ranks, or take a smaller train.micro_batch"
+            )
+        return cls(whole, leaf, -(-leaves // world_size), leaves)
 
     @staticmethod
     def _divide(whole: int, parts: int, what: str) -> int:
@@ -296,7 +323,7 @@ def accumulated_nbytes(
     """Bytes of a rank's own whole gradients, which are kept until the last forward of a step.
 
     In half precision they are summed in fp32. In fp32 the gradient that stage 1 keeps is that sum, and on one rank
-    alone the mean is.
+    alone the mean is. Where leaves are summed one by one, they are sums of shards.
 
     Args:
         plan: plan of the model.
@@ -306,6 +333,9 @@ def accumulated_nbytes(
     """
     kept = plan.stage.keeps_local_gradients and not plan.precision.has_masters
     item, footprint = plan.precision.param_itemsize, footprint or Footprint()
+    if footprint.leaves:
+        shards = sum(unit.layout.shard_numel for unit in plan.trainable_units)
+        return FP32_BYTES * footprint.carried_sums(plan.num_shards) * shards
     kept = kept or (footprint.sums_in_place(plan.num_shards, item) and not apart)
     if accumulation == 1 or kept:
         return 0

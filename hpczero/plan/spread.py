@@ -247,6 +247,7 @@ class Spread:
         gather: form of parameters between nodes.
         micro_batch: samples of one forward on one data-parallel rank.
         accumulation: forwards of a step; under a pipeline its micro-batches.
+        leaves: as of ``Footprint``.
         checkpointing: whether only inputs of blocks are kept.
         sequence_parallel: whether norms share the tokens beside tensor parallelism.
         secondary: whether the node has a second shard of the parameters.
@@ -271,6 +272,7 @@ class Spread:
     gather: Gathered = "exact"
     micro_batch: int = 1
     accumulation: int = 1
+    leaves: int = 0
     checkpointing: bool = False
     sequence_parallel: bool = False
     secondary: bool = False
@@ -356,6 +358,7 @@ class Spread:
             ),
             replicas=replicas.size,
             replica_nodes=replicas.nodes,
+            leaves=self.leaves,
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,6 +52,8 @@ class PlainPasses:
     """Forward and backward of a model that each rank calls by itself. Collective over the topology of the model.
 
     Attributes:
+        leaves: micro-batches of a step over all ranks, where they are summed one by one (``hpczero.Leaves``); else
+            None.
         waited_s: seconds that this rank has waited for others in passes so far, beside what collectives count.
     """
 
@@ -66,56 +68,90 @@ class PlainPasses:
         accelerator: Accelerator,
         own: Own = lambda tokens: tokens,
         balance: Balance | None = None,
+        leaves: int | None = None,
+        seed: int = 0,
     ) -> None:
-        """Not collective. ``accumulation`` is the number of micro steps in a step; ``balance`` weights losses."""
+        """Not collective.
+
+        Args:
+            model: zeroified.
+            loss: of the model and a batch.
+            accumulation: number of micro steps in a step.
+            accelerator: of the model.
+            own: this rank's part of the tokens of a sample.
+            balance: weights losses.
+            leaves: see the attribute.
+            seed: of random numbers, with ``leaves``.
+        """
+        self.leaves, self._seed = leaves, seed
         self._model, self._loss, self._own, self._balance = model, loss, own, balance
         self._accumulation, self._accelerator = accumulation, accelerator
 
     def take(
         self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
-    ) -> Callable[[], float]:
+    ) -> Callable[[], Sequence[float]]:
         """Forward and backward of step ``number``; gradients are reduced at the end.
 
         Args:
             number: of the step.
-            samples: gives the samples of this rank for a step and a micro step.
+            samples: gives the samples of this rank for a step and a micro step, or a leaf.
             watch: told of the phases ``data``, ``forward``, ``backward``.
             finish: called when the last backward has been started.
 
         Returns:
-            Gives the mean loss over this rank's samples, weighted as in the mean over ranks. It waits for a device
-            where the step has not; with a pipeline it is collective over the stages.
+            Gives the loss of each leaf that counts; without leaves the mean loss over this rank's samples, weighted as
+            in the mean over ranks. It waits for a device where the step has not; with a pipeline it is collective over
+            the stages.
         """
-        weight = 1.0 if self._balance is None else self._balance.weight
+        if self.leaves is not None:
+            leaves = hpczero.Leaves(self._model, self.leaves, step=number, seed=self._seed)
+            for micro_step, leaf in enumerate(leaves):
+                with watch.phase("data"):
+                    arrays = samples(number, leaf)
+                last = micro_step == len(leaves.turns) - 1
+                leaves.note(self._forward_backward(arrays, watch, finish if last else None))
+            return lambda: leaves.own_losses
         losses: list[Callable[[], float]] = []
         for micro_step in range(self._accumulation):
             with watch.phase("data"):
                 arrays = samples(number, micro_step)
+            last = micro_step == self._accumulation - 1
             with hpczero.accumulate(self._model, micro_step, self._accumulation):
-                with watch.phase("forward"):
-                    batch = (self._accelerator.bring(self._own(torch.as_tensor(a))) for a in arrays)
-                    loss = checked(self._loss(self._model, *batch), "loss")
-                    if not loss.requires_grad:
-                        raise StepError(
-                            "loss gave a number that no parameter of the model has a part in (detach(), item() or "
-                            "no_grad() in it?), so there is nothing to train"
-                        )
-                    if weight != 1.0:
-                        loss = loss * weight
-                with watch.phase("backward"):
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    if micro_step == self._accumulation - 1:
-                        finish()
-            losses.append(hpczero.read_later(self._model, loss.detach() / self._accumulation))
-        return lambda: sum(loss() for loss in losses)
+                loss = self._forward_backward(arrays, watch, finish if last else None)
+            losses.append(hpczero.read_later(self._model, loss / self._accumulation))
+        return lambda: [sum(loss() for loss in losses)]
 
-    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
-        """The loss summed over samples, without gradients. Parts are inputs, targets, and the number of samples."""
-        total = 0.0
+    def _forward_backward(
+        self, arrays: tuple[Any, ...], watch: Stopwatch, finish: Callable[[], None] | None
+    ) -> Tensor:
+        """Of one micro batch; its loss. ``finish`` is called when the backward has been started."""
+        weight = 1.0 if self._balance is None else self._balance.weight
+        with watch.phase("forward"):
+            batch = (self._accelerator.bring(self._own(torch.as_tensor(a))) for a in arrays)
+            loss = checked(self._loss(self._model, *batch), "loss")
+            if not loss.requires_grad:
+                raise StepError(
+                    "loss gave a number that no parameter of the model has a part in (detach(), item() or "
+                    "no_grad() in it?), so there is nothing to train"
+                )
+            if weight != 1.0:
+                loss = loss * weight
+        with watch.phase("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+            if finish is not None:
+                finish()
+        return loss.detach()
+
+    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> list[float]:
+        """The loss of each part times its samples, without gradients.
+
+        Parts are inputs, targets, and the number of samples.
+        """
+        found = []
         for *batch, number in parts:
-            found = checked(self._loss(self._model, *map(self._own, batch)), "loss or metric")
-            total += found.item() * number
-        return total
+            loss = checked(self._loss(self._model, *map(self._own, batch)), "loss or metric")
+            found.append(loss.item() * number)
+        return found
 
     def measuring(self, adapter: Adapter) -> PlainPasses:
         """Passes whose ``held_out`` sums the adapter's metric instead of the loss. Not collective."""
@@ -133,36 +169,50 @@ class PipelinePasses:
         group: Group,
         accelerator: Accelerator,
         own: Own = lambda tokens: tokens,
+        leaves: int | None = None,
+        seed: int = 0,
     ) -> None:
-        """Not collective. ``group`` are the stages."""
+        """Not collective. ``group`` are the stages; ``leaves`` and ``seed`` as of ``PlainPasses``."""
+        self.leaves, self._seed = leaves, seed
         self._pipeline, self._group = pipeline, group
         self._accelerator, self._own = accelerator, own
 
     def take(
         self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
-    ) -> Callable[[], float]:
+    ) -> Callable[[], Sequence[float]]:
         """As of ``PlainPasses``. Forwards and backwards are interleaved, so both count as ``backward``."""
+        leaves, parts = None, list(range(self._pipeline.micro_batches))
+        if self.leaves is not None:
+            leaves = hpczero.Leaves(self._pipeline.model, self.leaves, step=number, seed=self._seed)
+            parts = leaves.mine
         with watch.phase("data"):
-            micro_steps = [samples(number, each) for each in range(self._pipeline.micro_batches)]
+            micro_steps = [samples(number, each) for each in parts]
         with watch.phase("backward"):
             pairs = [
                 [self._accelerator.bring(self._own(torch.as_tensor(a))) for a in arrays]
                 for arrays in micro_steps
             ]
-            loss = self._pipeline.begin_step([p[0] for p in pairs], [p[1] for p in pairs])
+            loss = self._pipeline.begin_step(
+                [p[0] for p in pairs], [p[1] for p in pairs], leaves=leaves
+            )
             finish()
-        return loss
 
-    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
+        def losses() -> Sequence[float]:
+            mean = loss()
+            return [mean] if leaves is None else leaves.own_losses
+
+        return losses
+
+    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> list[float]:
         """As of ``PlainPasses``; forwards of equally many samples pass one after the other."""
-        total, own = 0.0, self._own
+        found, own = [], self._own
         for number, group in itertools.groupby(parts, key=lambda part: part[2]):
             alike = list(group)
-            mean = self._pipeline.evaluate(
+            losses = self._pipeline.losses(
                 [own(x) for x, _, _ in alike], [own(y) for _, y, _ in alike]
             )
-            total += mean * number * len(alike)
-        return total
+            found += [loss * number for loss in losses]
+        return found
 
     def measuring(self, adapter: Adapter) -> PipelinePasses:
         """As of ``PlainPasses``."""
@@ -197,20 +247,20 @@ class PipelineMeasuring(PipelinePasses):
         super().__init__(pipeline, **named)
         self._adapter = adapter
 
-    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
-        """The metric summed over samples.
+    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> list[float]:
+        """The metric of each part times its samples.
 
         Raises:
             ConfigError: the metric needs more of the model than its outputs for the inputs; on every stage.
         """
-        total = 0.0
+        measured = []
         for number, group in itertools.groupby(parts, key=lambda part: part[2]):
             alike = [(self._own(x), self._own(y)) for x, y, _ in group]
             outputs = self._pipeline.outputs([x for x, _ in alike])
             with self._group.agreed(f"measure the {self._adapter.metric_name}"):
                 for (x, y), found in zip(alike, outputs or [], strict=False):  # of the last stage
-                    total += self._measured(x, y, found) * number
-        return self._group.total(total)
+                    measured.append(self._measured(x, y, found) * number)
+        return [self._group.total(*measured)]
 
     def _measured(self, x: Tensor, y: Tensor, outputs: Any) -> float:
         try:
@@ -235,17 +285,19 @@ def passes_of(
     accumulation: int,
     accelerator: Accelerator,
     balance: Balance | None = None,
+    leaves: int | None = None,
+    seed: int = 0,
 ) -> Passes:
     """What makes the gradients of a step. Not collective.
 
     ``accumulation`` is the number of micro steps in a step, which are the micro batches of a pipeline. ``balance``, if
-    shares of ranks are uneven, goes without one.
+    shares of ranks are uneven, goes without one. ``leaves`` and ``seed``: as of ``PlainPasses``.
 
     Raises:
         ConfigError: numbers that the schedule cannot run.
     """
     topology = hpczero.sharding(model).topology
-    named: dict[str, Any] = {"accelerator": accelerator}
+    named: dict[str, Any] = {"accelerator": accelerator, "leaves": leaves, "seed": seed}
     if topology.sequence.size > 1:  # of samples that are no tokens there is nothing to divide
         named["own"] = partial(own_tokens, topology=topology)
     if options.pipeline == 1:
@@ -327,13 +379,13 @@ class Evaluation:
         self._model.eval()
         rank, size = self._topology.data.rank, self._topology.data.size
         device = self._accelerator.device
-        total = passes.held_out(
+        found = passes.held_out(
             (*(torch.as_tensor(array).to(device) for array in part.arrays), part.num_samples)
             for part in held_out.batches(micro_batch=self._micro_batch, rank=rank, world_size=size)
         )
         self._model.train()
         # Ranks that share a sample's tokens have the mean over their own of them.
-        summed = sum(self._topology.data_sequence.gather(total))
+        summed = self._topology.data_sequence.total(*found)
         return summed / (len(held_out) * self._topology.sequence.size)
 
 

@@ -46,6 +46,7 @@ from hpczero.run.starting.reading import RunData, open_reading
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
 from hpczero.run.stopping import Deadline
+from hpczero.zero.exact import computed_on
 
 
 @dataclass(frozen=True)
@@ -160,14 +161,19 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         if config.evaluation.batches:
             most = config.evaluation.batches * batch.global_batch
             held_out = reading.held_out(adapter.context, most)
-    config = config.pinned(batch.global_batch)
+    config = config.pinned(batch.global_batch, batch.micro_batch if batch.leaves else None)
     source = resume.chosen(config, folder, topology)
     model, optimizer = build(config, adapter, topology, accelerator, resumes=bool(source))
+    if batch.leaves and hpczero.sharding(model).exact is None:  # it was preferred, and cannot be
+        with topology.agreed("spread the batch over the ranks"):
+            batch = Batch.resolve(config.train, topology.data.size)
     checkpointing = recompute_blocks(config, adapter, model, accelerator, room)
     with topology.agreed("ask the adapter for the card of its model"):
         card = resume.model_card(config.model, adapter.card())
     check_card(card, topology, of=type(adapter).__name__)
     identity = resume.identity(config, reading.identity(), card)
+    if batch.leaves is not None:
+        identity[resume.COMPUTED_ON] = computed_on(accelerator)
     deadline = Deadline(environment)
     checkpoints = RunCheckpoints(config, folder, model, lock=lock.lock)
     with topology.agreed("hold the job's time against a save"):
@@ -198,6 +204,8 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             accumulation=batch.accumulation,
             accelerator=accelerator,
             balance=balance,
+            leaves=batch.leaves,
+            seed=config.run.seed,
         )
     rate = config.train.learning_rate_factor
     scheduler = LambdaLR(optimizer, rate, last_epoch=begin.step - 1)
@@ -275,10 +283,13 @@ def _draw(
     data: Group,
     balance: Balance | None,
 ) -> Callable[[int, int], tuple[Any, ...]]:
-    """Takes a step's number and a micro step, and returns the samples that this rank computes then.
+    """Takes a step's number and a micro step or leaf, and returns the samples that this rank computes then.
 
     Ranks of one group of local steps come after those of the groups before it.
     """
+    if batch.leaves is not None:
+        count = batch.leaves
+        return lambda number, leaf: batches.micro_batch(number, 0, leaf, count)
     others = [batch.micro_batch] * data.size
     group = config.local.group if config.groups > 1 else 0
     before, after = others * group, others * (config.groups - 1 - group)
@@ -304,7 +315,8 @@ def _hold_against_ranks_and_data(
         if topology.is_root:
             resume.check_ranks(config, folder, topology.data.size * config.groups)
     with topology.agreed("spread the batch over the ranks"):
-        batch = Batch.resolve(config.train, topology.data.size * config.groups)
+        ranks = topology.data.size * config.groups
+        batch = Batch.resolve(config.train, ranks, exact=config.run.exact != "off")
     try:
         reading, adapter = open_reading(config, given.adapter, topology, signals=given.signals)
     except StoppedEarly:

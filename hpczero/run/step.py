@@ -109,7 +109,7 @@ class TrainingStep:
         """
         exposed_s, moved, rested = self._exposed_s(), self._moved(), self._moved_inputs()
         watch = Stopwatch(self._waited_s)
-        read_loss = self._passes.take(number, self._samples, watch, self._finish)
+        read_losses = self._passes.take(number, self._samples, watch, self._finish)
         with watch.phase("optimizer"):
             grad_norm = hpczero.clip_grad_norm_(self._model, self._clip)
             self._optimizer.step()
@@ -120,8 +120,9 @@ class TrainingStep:
             self._scheduler.step()
         ranks = self._topology.data_sequence  # each with tokens of its own
         with watch.phase("communication"):
-            own_loss = read_loss()
-            mean_loss = ranks.total(own_loss) / ranks.size
+            losses = read_losses()
+            own_loss = math.fsum(losses) / len(losses)
+            mean_loss = ranks.total(*losses) / (self._passes.leaves or ranks.size)
         return Taken(
             loss=mean_loss,
             own_loss=own_loss,

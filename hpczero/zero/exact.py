@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hpczero.accelerator import Accelerator
 from hpczero.errors import StepError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
@@ -52,6 +54,15 @@ def why_inexact(
             "branches of the tree; use transport flat"
         )
     return problem
+
+
+def computed_on(accelerator: Accelerator) -> str:
+    """What decides how a leaf is rounded, beside the program: another one of these may give other bits."""
+    if accelerator.is_host:
+        what = f"cpu {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} thread(s)"
+    else:
+        what = torch.cuda.get_device_name(accelerator.device)
+    return f"{what}, torch {torch.__version__}"
 
 
 def sums_of_nodes_are_branches(group: Group) -> bool:

@@ -8,7 +8,7 @@ are drawn anew for each leaf. docs/exact.md has what is promised.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 
@@ -121,11 +121,14 @@ class Leaves:
         finally:
             backward.sync, backward.turn = before
 
-    def note(self, loss: Tensor | float) -> None:
+    def note(self, loss: Tensor) -> None:
         """The loss of the leaf that is computed now. Not collective, and it does not wait for a device."""
         if self._counts:
-            readings = self._state.step.norms.readings
-            self._losses.append(readings.add(loss) if isinstance(loss, Tensor) else loss)
+            self._losses.append(self._state.step.norms.readings.add(loss))
+
+    def note_all(self, losses: Sequence[float]) -> None:
+        """The losses of the leaves of this rank, one for each micro-step."""
+        self._losses += [x for x, turn in zip(losses, self.turns, strict=True) if turn.counts]
 
     @property
     def own_losses(self) -> list[float]:

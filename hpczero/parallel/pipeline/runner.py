@@ -8,6 +8,7 @@ Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2 (issue 19).
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from hpczero.parallel.pipeline.simulate import (
 from hpczero.parallel.pipeline.stages import StageForward, stage_of
 from hpczero.plan.placement import ModelPart
 from hpczero.zero.access import counted, read_later
+from hpczero.zero.leaves import Leaves
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.zeroify import sharding
@@ -348,6 +350,12 @@ class Pipeline:
         self._ties = Ties(state, self._stage.part(), group.size)
         self._kept: dict[tuple[int, int], _KeptForward] = {}
         self._results: list[Any] = []
+        self._leaves: Leaves | None = None  # of the step that runs
+
+    @property
+    def model(self) -> nn.Module:
+        """The stage, as it was passed."""
+        return self._model
 
     def step(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> float:
         """Forward and backward of all micro-batches; ``optimizer.step()`` follows.
@@ -368,20 +376,53 @@ class Pipeline:
         return self.begin_step(inputs, targets)()
 
     def begin_step(
-        self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None
+        self,
+        inputs: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        leaves: Leaves | None = None,
     ) -> Callable[[], float]:
         """As ``step``, but for the loss, which the caller asks for: once, on all stages, and before the next call.
 
         The last stage need not wait for its device then; see ``hpczero.read_later``. What is returned gives what
         ``step`` returns, and is collective over the pipeline. Arguments and errors are those of ``step``.
+
+        ``leaves``: of a model that was zeroified with ``exact``: its micro-batches are ``leaves.mine``, and their
+        losses are noted there, on all stages, when the loss is asked for.
+
+        Raises:
+            ConfigError: another number of micro-batches than leaves of this rank, or several chunks on a stage.
         """
         self._check_training()
         given = StageInputs.of(self._stage, self.micro_batches, inputs, targets)
+        if leaves is not None:
+            self._check_leaves(leaves)
         self._ties.leave_to_first()
+        self._leaves = leaves
         with self._whole():
             self._run(self._actions, given, "step")
+        self._leaves = None
         self._ties.add_gradients(self.messages)
-        return self._mean_loss()
+        said = self._losses(self.micro_batches)
+        if leaves is not None:
+            leaves.draw(leaves.count)
+
+        def mean_loss() -> float:
+            losses = said()
+            if leaves is not None:
+                leaves.note_all(losses)
+            return math.fsum(losses) / len(losses)
+
+        return mean_loss
+
+    def _check_leaves(self, leaves: Leaves) -> None:
+        got, chunks = len(leaves.turns), len(self._stage.chunks)
+        if got != self.micro_batches or chunks > 1:
+            raise ConfigError(
+                f"pipeline: got {got} leaves of this rank and {chunks} chunk(s) on a stage, "
+                f"expected {self.micro_batches} leaves, its micro-batches, and 1 chunk (parallel.interleave 1), because "
+                "leaves are added up in order"
+            )
+        leaves.check_begin()
 
     def evaluate(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> float:
         """The mean loss over micro-batches, without gradients; call ``model.eval()`` before if it is wanted.
@@ -390,9 +431,14 @@ class Pipeline:
             inputs: as of ``step``, of any number of micro-batches, the same on all stages.
             targets: as of ``step``.
         """
+        losses = self.losses(inputs, targets)
+        return math.fsum(losses) / len(losses)
+
+    def losses(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> list[float]:
+        """As ``evaluate``: the loss of each micro-batch."""
         given = StageInputs.of(self._stage, self.micro_batches, inputs, targets, any_number=True)
         self._run_forwards(given, "evaluate")
-        return self._mean_loss()()
+        return self._losses(given.number)()
 
     def outputs(self, inputs: Sequence[Any] | None) -> list[Any] | None:
         """What the model returns without targets, of each micro-batch, on the last stage; None on the others.
@@ -451,6 +497,8 @@ class Pipeline:
 
     def _forward(self, action: Action, x: Tensor | None, given: StageInputs) -> None:
         chunk, i = action.chunk, action.micro_batch
+        if self._leaves is not None:
+            self._leaves.draw(self._leaves.mine[i], self._stage.piece(chunk))
         arrived = None if x is None else Arrived(x)
         inputs = of_mean(given.inputs[i], given.number) if arrived is None else (arrived.values,)
         if not self._stage.is_last(chunk):
@@ -494,7 +542,11 @@ class Pipeline:
             # Where the first chunk is frozen, its backwards, which come last, have no graph to reduce in.
             last = not forwards_follow and all(each.out is None for each in self._kept.values())
             state, reduces = sharding(self._model), self._each or last
-            with counted(state, self.micro_batches, reduces=reduces):
+            with (
+                counted(state, self.micro_batches, reduces=reduces)
+                if self._leaves is None
+                else self._leaves.turn(action.micro_batch)
+            ):
                 torch.autograd.backward(out, gradient)
         if x is None:
             return
@@ -507,13 +559,11 @@ class Pipeline:
         piece = self._stage.piece(action.chunk)
         self.messages.send(Message("B", piece - 1, action.micro_batch), to_send(x.gradient))
 
-    def _mean_loss(self) -> Callable[[], float]:
+    def _losses(self, count: int) -> Callable[[], list[float]]:
+        """Gives the losses of ``count`` micro-batches, on every stage: collective over the pipeline."""
         found, self._results = self._results, []
-        if not found:  # not on the last stage
-            return lambda: self.messages.last_says(0.0)
-        losses = torch.stack([loss.reshape(()).double() for loss in found])
-        mean = read_later(self._model, losses.mean())
-        return lambda: self.messages.last_says(mean())
+        later = [read_later(self._model, loss) for loss in found]  # of the last stage
+        return lambda: self.messages.last_says(*([loss() for loss in later] or [0.0] * count))
 
     def _whole(self) -> AbstractContextManager[None]:
         """Context in which units stay whole that are gathered, if that was asked for."""

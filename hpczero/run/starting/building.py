@@ -260,6 +260,7 @@ def build(
         device=accelerator,
         initialize=hpczero.loaded_later if resumes else adapter.initializer(model, config.run.seed),
         offload=offload_of(config.offload),
+        exact=config.run.exact,
     )
     for module in compiled_modules(config, model):
         module.compile()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def tell_header(
     lines += [f"device: {accelerator.describe()}{deterministic}"]
     lines += [f"transport: {sharding.collectives.describe()}"]
     lines += [f"  {line}" for line in sharding.collectives.measured()]
-    lines += describe_plan(sharding, config, part)
+    lines += describe_plan(sharding, config, part, batch.leaves)
     if checkpointing is not None:
         lines += [describe_activations(checkpointing, config)]
     if compiled := compiled_modules(config, sharding.model):
@@ -103,11 +104,17 @@ def describe_layout(part: PlannedRun) -> list[str]:
 
 
 def describe_plan(
-    sharding: Sharding, config: RunConfig, part: PlannedRun | None = None
+    sharding: Sharding,
+    config: RunConfig,
+    part: PlannedRun | None = None,
+    leaves: int | None = None,
 ) -> list[str]:
-    """Lines about what is sharded, and where it rests, for the run header; ``part``: of a model that is divided."""
+    """Lines about what is sharded, and where it rests, for the run header.
+
+    ``part``: of a model that is divided. ``leaves``: of a step, where they are summed one by one.
+    """
     offloaded = OffloadedPlan(sharding.plan, offload_of(config.offload))
-    footprint = sharding.collectives.footprint
+    footprint = replace(sharding.collectives.footprint, leaves=leaves or 0)
     named: dict[str, Any] = {"memory": offloaded.memory(footprint)}
     if part is not None:
         cut = sharding.plan.numel != part.whole_numel
@@ -151,6 +158,13 @@ def describe_run(
     A sample is ``seq_len`` of the ``unit``.
     """
     kind = "rank(s)" if data.is_job else "data parallel rank(s)"
+    exact = ""
+    if batch.leaves is not None:
+        idle = batch.accumulation * data.size - batch.leaves
+        exact = (
+            f"\nexact: {batch.leaves} micro batches are summed one by one, and up to {batch.leaves} ranks give these "
+            "bits" + (f"; {idle} rank(s) idle in the last forward of a step" if idle else "")
+        )
     each = f" x {seq_len} {unit}s" if seq_len > 1 else ""
     if config.groups > 1:
         kind += f" x {config.groups} groups"
@@ -160,5 +174,5 @@ def describe_run(
     return (
         f"run: {config.train.steps} steps of {batch.global_batch * seq_len:,} {unit}s = micro batch "
         f"{batch.micro_batch} x accumulation {batch.accumulation} x {data.size} {kind}{each}; "
-        f"results in {folder.path}{curves}"
+        f"results in {folder.path}{exact}{curves}"
     )

@@ -162,7 +162,7 @@ def _check(config: RunConfig, model: GPTConfig | None, environment: Environment)
     if at_rest:
         config = attempts.settle(config)
         resume.check_ranks(config, folder, ranks)
-    batch = Batch.resolve(config.train, ranks)
+    batch = Batch.resolve(config.train, ranks, exact=config.run.exact != "off")
     if model is not None:
         _check_data(config, model, batch)
     # Which device there is, is not known yet: only what is asked for by name counts.

@@ -53,6 +53,7 @@ FIXED = {
 # Compared each in its own way. Of what an earlier version did not save nothing is known.
 MODEL, TOKENIZER = "model", "tokenizer"
 DATA = "data"
+COMPUTED_ON = "computed_on"  # of an exact run; see zero/exact.py
 # Of a checkpoint's model: another one gives the same numbers.
 NOT_OF_THE_MODEL = ("checkpoint_activations",)
 # Of imported weights: how they were trained does not bind who trains them on.
@@ -60,6 +61,7 @@ NOT_OF_THE_WEIGHTS = (*NOT_OF_THE_MODEL, "dropout")
 MOST_RANKS = 8  # numbers of them in a message
 # A different one of these gives different losses from here on, which may be what is wanted.
 TELLING = {
+    "run": ("exact",),
     "train": (
         "steps",
         "learning_rate",
@@ -105,6 +107,11 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
     if not folder.has_checkpoints and (folder.weights.exists() or not _begun_elsewhere(earlier)):
         return None
     changed = differences(earlier, config, FIXED)
+    if "off" not in (
+        earlier.run.exact,
+        config.run.exact,
+    ):  # the shape of a leaf is a part of the sum
+        changed += differences(earlier, config, {"train": ("micro_batch",)})
     more = config.train.steps > earlier.train.steps
     if trying_out and (changed or (folder.weights.exists() and not more)):
         return None
@@ -148,10 +155,12 @@ def check_ranks(config: RunConfig, folder: RunFolder, ranks: int) -> None:
     if whole is None:
         return
     with suppress(ConfigError):
-        now = Batch.resolve(config.train, ranks).global_batch
+        now = Batch.resolve(config.train, ranks, exact=config.run.exact != "off").global_batch
         if now == whole or config.run.name == DEFAULT_RUN:  # that one makes room for another batch
             return
-    fitting = [count for count in divisors(whole) if _spreads(config, whole, count)]
+    exact = config.run.exact != "off"
+    counts = range(1, whole + 1) if exact else divisors(whole)
+    fitting = [count for count in counts if _spreads(config, whole, count)]
     if ranks in fitting:
         return
     near = sorted(sorted(fitting, key=lambda count: abs(count - ranks))[:MOST_RANKS])
@@ -183,7 +192,8 @@ def _global_batch_of(config: RunConfig, folder: RunFolder) -> int | None:
 
 def _spreads(config: RunConfig, whole: int, ranks: int) -> bool:
     with suppress(ConfigError):
-        Batch.resolve(dataclasses.replace(config.train, global_batch=whole), ranks)
+        train = dataclasses.replace(config.train, global_batch=whole)
+        Batch.resolve(train, ranks, exact=config.run.exact != "off")
         return True
     return False
 
@@ -318,7 +328,7 @@ def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) 
     problems = [
         f"{name} was {found.extra.get(name)!r} and is {now!r}"
         for name, now in identity.items()
-        if name not in (MODEL, TOKENIZER)
+        if name not in (MODEL, TOKENIZER, COMPUTED_ON)
         and not (found.imported and name not in found.extra)
         and found.extra.get(name) != now
     ]
@@ -331,6 +341,14 @@ def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) 
         raise ConfigError(
             f"{found.path}: belongs to a run that saw other samples: {'; '.join(problems)}. Use the data and options "
             "of that run, or start anew with another --run.name"
+        )
+    before, now = found.extra.get(COMPUTED_ON), identity.get(COMPUTED_ON)
+    if now is not None and before != now:
+        logger.warning(
+            "exact: the steps before were computed on %s, and those that follow on %s, so their last bits may be other "
+            "ones than a run on either would have",
+            before or "other terms (run.exact was off)",
+            now,
         )
     if found.step > steps or (found.step == steps and (found.imported or not own)):
         raise ConfigError(

@@ -65,6 +65,7 @@ def run_of(
         gather=config.parallel.gather,
         micro_batch=batch.micro_batch * (MOST_SHARE if config.train.balance else 1),
         accumulation=batch.accumulation,
+        leaves=batch.leaves or 0,
         checkpointing=model.checkpoint_activations or kept.checkpointing != "none",
         copies=config.checkpoint.background,
         laid_out=config.parallel.nodes is not None or Environment.read().fake_nodes is not None,

@@ -104,5 +104,5 @@ def test_ends_of_the_pipeline_swap_and_the_last_one_says(
     if comm.rank in (0, last):
         came = messages.swap(values(comm.rank, (65,), torch.float32), last - comm.rank, name="w")
         assert torch.equal(came, values(last - comm.rank, (65,), torch.float32))
-    said = messages.last_says(0.1 + comm.rank)
+    (said,) = messages.last_says(0.1 + comm.rank)
     parallel_assert(comm, said == 0.1 + last)
