@@ -436,14 +436,15 @@ def in_groups_aligned(
 
 
 def _together(parts: Sequence[State | None], before: State) -> State | None:
-    """The state of a tensor, of that of its parts; tensors that were stepped on in place are those of ``before``."""
+    """The state of a tensor, of that of its parts; tensors of ``before`` stay, with the values of now."""
     found: State = {}
     for name, first in (parts[0] or {}).items():
+        old = before.get(name)
         if not (isinstance(first, Tensor) and first.dim()):
-            found[name] = first
+            found[name] = old.copy_(first) if isinstance(old, Tensor) else first
             continue
         values: list[Tensor] = [(part or {})[name] for part in parts]
-        old, begin, same = before.get(name), 0, name in before
+        begin, same = 0, name in before
         for value in values:
             same = same and value.data_ptr() == old[begin:].data_ptr()  # type: ignore[index]
             begin += value.numel()
