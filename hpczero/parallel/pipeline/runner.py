@@ -419,8 +419,8 @@ class Pipeline:
         if got != self.micro_batches or chunks > 1:
             raise ConfigError(
                 f"pipeline: got {got} leaves of this rank and {chunks} chunk(s) on a stage, "
-                f"expected {self.micro_batches} leaves, its micro-batches, and 1 chunk (parallel.interleave 1), because "
-                "leaves are added up in order"
+                f"expected {self.micro_batches} leaves, its micro-batches, and 1 chunk (parallel.interleave 1): "
+                "leaves are added up in their order"
             )
         leaves.check_begin()
 
