@@ -17,6 +17,7 @@ def _run(module: str) -> None:
 
 train = partial(_run, "hpczero.train")
 sample = partial(_run, "hpczero.sample")
+replay = partial(_run, "hpczero.replay")
 checkpoint = partial(_run, "hpczero.checkpoint.__main__")
 plan = partial(_run, "hpczero.plan.__main__")
 data = partial(_run, "hpczero.data.__main__")

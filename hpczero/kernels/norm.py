@@ -40,13 +40,15 @@ def sum_of_bits(flat: Tensor) -> Tensor:
     return total if paired == data.numel() else total + data[paired:].sum(dtype=torch.int64)
 
 
-def digest_of_bits(flat: Tensor) -> Tensor:
+def digest_of_bits(flat: Tensor, first: int = 0) -> Tensor:
     """A number that another order of the same words changes too; slower than ``sum_of_bits`` by several passes.
 
-    Each word is mixed with its place, then all are added. It is no cryptographic digest.
+    Each word is mixed with its place, then all are added: digests of parts add up, modulo 2**64, to that of the whole.
+    It is no cryptographic digest.
 
     Args:
         flat: as of ``sum_of_bits``, on any device.
+        first: place of its first word of 64 bits in what it is a part of.
 
     Returns:
         () int64.
@@ -57,11 +59,11 @@ def digest_of_bits(flat: Tensor) -> Tensor:
     if paired < data.numel():
         rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
         rest[: data.numel() - paired] = data[paired:]
-        total = _mixed(rest.view(torch.int64), paired // 8)
+        total = _mixed(rest.view(torch.int64), first + paired // 8)
     else:
         total = torch.zeros((), dtype=torch.int64, device=data.device)
     for begin in range(0, paired // 8, CHUNK):
-        total = total + _mixed(words[begin : begin + CHUNK], begin)
+        total = total + _mixed(words[begin : begin + CHUNK], first + begin)
     return total
 
 

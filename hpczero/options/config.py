@@ -572,6 +572,8 @@ class LogOptions:
         plot: draw the losses every 10 minutes, and at the end.
         peak_tflops: of one rank's hardware in the chosen precision, for MFU; None: no MFU.
         stragglers_every: steps between looks for ranks that are slower than the others, or than they were; 0: never.
+        digest_every: with run.exact, steps between lines of digests.jsonl, which python -m hpczero.replay compares;
+            0: never.
     """
 
     every: int = 10
@@ -581,14 +583,38 @@ class LogOptions:
     plot: bool = True
     peak_tflops: float | None = None
     stragglers_every: int = 100
+    digest_every: int = 0
 
     def __post_init__(self) -> None:
         require_positive("log", self, "every")
-        require_amount("log", self, "stragglers_every")
+        require_amount("log", self, "stragglers_every", "digest_every")
         peak = self.peak_tflops
         require(
             peak is None or 0 < peak < math.inf, "log.peak_tflops", peak, "a finite number above 0"
         )
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Whether the hardware computes right.
+
+    Attributes:
+        leaves: with run.exact, the share of micro-batches that two ranks compute, as 1/1000; a rank whose gradient is
+            wrong is named, and the run ends. None: no micro-batch.
+    """
+
+    leaves: str | None = None
+
+    def __post_init__(self) -> None:
+        text = self.leaves or "1/1"
+        one, _, every = text.partition("/")
+        known = one == "1" and digits(every)
+        require(bool(known), "check.leaves", self.leaves, "a share such as 1/1000")
+
+    @property
+    def every(self) -> int:
+        """Micro-steps between checks; 0: there are none."""
+        return int(self.leaves.partition("/")[2]) if self.leaves else 0
 
 
 @dataclass(frozen=True)
@@ -608,6 +634,7 @@ class RunConfig:
         checkpoint: when, and how many stay.
         resume: where to begin.
         log: progress and records.
+        check: whether the hardware computes right.
     """
 
     run: RunOptions = field(default_factory=RunOptions)
@@ -622,6 +649,7 @@ class RunConfig:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     log: LogOptions = field(default_factory=LogOptions)
+    check: CheckOptions = field(default_factory=CheckOptions)
 
     def __post_init__(self) -> None:
         if self.groups > 1 and self.parallel.auto:
@@ -630,6 +658,18 @@ class RunConfig:
                 "parallel.stage and train.micro_batch as python -m hpczero.plan chooses them for one group"
             )
 
+        exact_alone = {"log.digest_every": self.log.digest_every, "check.leaves": self.check.leaves}
+        for name, got in exact_alone.items():
+            if got and self.run.exact == "off":
+                raise ConfigError(
+                    f"{name}: got {got}, and run.exact is off: the gradient of a micro-batch is then nothing that "
+                    "another rank could compute again; expected --run.exact require"
+                )
+        if self.check.leaves and self.parallel.pipeline > 1:
+            raise ConfigError(
+                f"check.leaves: got {self.check.leaves} with parallel.pipeline {self.parallel.pipeline}, whose stages "
+                "compute micro-batches in a fixed order; expected none, or parallel.pipeline 1"
+            )
         for name, on in (("train.balance", self.train.balance), ("local.steps", self.groups > 1)):
             if on and self.run.exact != "off":
                 raise ConfigError(

@@ -48,12 +48,42 @@ def checked(found: Any, what: str) -> Tensor:
     )
 
 
+@dataclass(frozen=True)
+class LeafPlan:
+    """How the leaves of every step are taken.
+
+    Attributes:
+        count, seed, check_every: arguments of ``hpczero.Leaves``.
+        digest_every: steps between those of which digests are kept; 0: of none.
+    """
+
+    count: int
+    seed: int
+    check_every: int = 0
+    digest_every: int = 0
+
+    def of(self, model: nn.Module, step: int) -> hpczero.Leaves:
+        """Those of ``step``, counted from 0."""
+        return hpczero.Leaves(
+            model,
+            self.count,
+            step=step,
+            seed=self.seed,
+            check_every=self.check_every,
+            digests=self.is_digested(step),
+        )
+
+    def is_digested(self, step: int) -> bool:
+        """Whether digests are kept of ``step``."""
+        return self.digest_every > 0 and (step + 1) % self.digest_every == 0
+
+
 class PlainPasses:
     """Forward and backward of a model that each rank calls by itself. Collective over the topology of the model.
 
     Attributes:
-        leaves: micro-batches of a step over all ranks, where they are summed one by one (``hpczero.Leaves``); else
-            None.
+        plan: of the leaves of a step, where these are summed one by one; else None.
+        leaves: of the last step, in the same case.
         waited_s: seconds that this rank has waited for others in passes so far, beside what collectives count.
     """
 
@@ -68,8 +98,7 @@ class PlainPasses:
         accelerator: Accelerator,
         own: Own = lambda tokens: tokens,
         balance: Balance | None = None,
-        leaves: int | None = None,
-        seed: int = 0,
+        plan: LeafPlan | None = None,
     ) -> None:
         """Not collective.
 
@@ -80,10 +109,10 @@ class PlainPasses:
             accelerator: of the model.
             own: this rank's part of the tokens of a sample.
             balance: weights losses.
-            leaves: see the attribute.
-            seed: of random numbers, with ``leaves``.
+            plan: see the attribute.
         """
-        self.leaves, self._seed = leaves, seed
+        self.plan = plan
+        self.leaves: hpczero.Leaves | None = None
         self._model, self._loss, self._own, self._balance = model, loss, own, balance
         self._accumulation, self._accelerator = accumulation, accelerator
 
@@ -103,12 +132,12 @@ class PlainPasses:
             in the mean over ranks. It waits for a device where the step has not; with a pipeline it is collective over
             the stages.
         """
-        if self.leaves is not None:
-            leaves = hpczero.Leaves(self._model, self.leaves, step=number, seed=self._seed)
-            for micro_step, leaf in enumerate(leaves):
+        if self.plan is not None:
+            leaves = self.leaves = self.plan.of(self._model, number)
+            for leaf in leaves:
                 with watch.phase("data"):
                     arrays = samples(number, leaf)
-                last = micro_step == len(leaves.turns) - 1
+                last = leaves.now.last
                 leaves.note(self._forward_backward(arrays, watch, finish if last else None))
             return lambda: leaves.own_losses
         losses: list[Callable[[], float]] = []
@@ -169,11 +198,11 @@ class PipelinePasses:
         group: Group,
         accelerator: Accelerator,
         own: Own = lambda tokens: tokens,
-        leaves: int | None = None,
-        seed: int = 0,
+        plan: LeafPlan | None = None,
     ) -> None:
-        """Not collective. ``group`` are the stages; ``leaves`` and ``seed`` as of ``PlainPasses``."""
-        self.leaves, self._seed = leaves, seed
+        """Not collective. ``group`` are the stages; ``plan`` as of ``PlainPasses``."""
+        self.plan = plan
+        self.leaves: hpczero.Leaves | None = None
         self._pipeline, self._group = pipeline, group
         self._accelerator, self._own = accelerator, own
 
@@ -182,8 +211,8 @@ class PipelinePasses:
     ) -> Callable[[], Sequence[float]]:
         """As of ``PlainPasses``. Forwards and backwards are interleaved, so both count as ``backward``."""
         leaves, parts = None, list(range(self._pipeline.micro_batches))
-        if self.leaves is not None:
-            leaves = hpczero.Leaves(self._pipeline.model, self.leaves, step=number, seed=self._seed)
+        if self.plan is not None:
+            leaves = self.leaves = self.plan.of(self._pipeline.model, number)
             parts = leaves.mine
         with watch.phase("data"):
             micro_steps = [samples(number, each) for each in parts]
@@ -285,19 +314,18 @@ def passes_of(
     accumulation: int,
     accelerator: Accelerator,
     balance: Balance | None = None,
-    leaves: int | None = None,
-    seed: int = 0,
+    plan: LeafPlan | None = None,
 ) -> Passes:
     """What makes the gradients of a step. Not collective.
 
     ``accumulation`` is the number of micro steps in a step, which are the micro batches of a pipeline. ``balance``, if
-    shares of ranks are uneven, goes without one. ``leaves`` and ``seed``: as of ``PlainPasses``.
+    shares of ranks are uneven, goes without one. ``plan``: as of ``PlainPasses``.
 
     Raises:
         ConfigError: numbers that the schedule cannot run.
     """
     topology = hpczero.sharding(model).topology
-    named: dict[str, Any] = {"accelerator": accelerator, "leaves": leaves, "seed": seed}
+    named: dict[str, Any] = {"accelerator": accelerator, "plan": plan}
     if topology.sequence.size > 1:  # of samples that are no tokens there is nothing to divide
         named["own"] = partial(own_tokens, topology=topology)
     if options.pipeline == 1:

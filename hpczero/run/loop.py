@@ -27,6 +27,7 @@ from hpczero.parallel.tensor import close
 from hpczero.plan.degrees import mesh_on_nodes
 from hpczero.run.evaluation import Found
 from hpczero.run.measured import Expectation, Stragglers, after_save, metrics_of
+from hpczero.run.replay import write_digests
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.results.metrics import process_peak_nbytes, read_metrics
@@ -190,6 +191,9 @@ def take_steps(run: Run) -> int:
             ):
                 log.info("%s", said)
 
+            passes = run.step.passes
+            if passes.leaves is not None and passes.leaves.gradients:
+                write_digests(run.folder, run.model, passes.leaves, step=done, taken=taken)
             found = run.evaluation.after(done)
             for line in stragglers.report(done):
                 log.info("%s", line)

@@ -26,7 +26,7 @@ from hpczero.plan.sizing import Batch
 from hpczero.planner.choice import Foretold
 from hpczero.run.balance import Balance, balance_of
 from hpczero.run.checkpoints import RunCheckpoints, Start
-from hpczero.run.evaluation import Evaluation, passes_of
+from hpczero.run.evaluation import Evaluation, LeafPlan, passes_of
 from hpczero.run.local_steps import LocalSteps
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
@@ -204,8 +204,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             accumulation=batch.accumulation,
             accelerator=accelerator,
             balance=balance,
-            leaves=batch.leaves,
-            seed=config.run.seed,
+            plan=leaf_plan(config, batch),
         )
     rate = config.train.learning_rate_factor
     scheduler = LambdaLR(optimizer, rate, last_epoch=begin.step - 1)
@@ -228,7 +227,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             model,
             optimizer,
             passes=passes,
-            samples=_draw(config, batches, batch, topology.data, balance),
+            samples=draw(config, batches, batch, topology.data, balance),
             accelerator=accelerator,
             clip=config.train.clip or None,
             scheduler=scheduler,
@@ -259,6 +258,18 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     )
 
 
+def leaf_plan(config: RunConfig, batch: Batch) -> LeafPlan | None:
+    """How leaves are taken; None where none are."""
+    if batch.leaves is None:
+        return None
+    return LeafPlan(
+        batch.leaves,
+        config.run.seed,
+        check_every=config.check.every,
+        digest_every=config.log.digest_every,
+    )
+
+
 def _look_back(
     given: Given, folder: RunFolder, environment: Environment
 ) -> tuple[RunConfig, Attempts | None]:
@@ -276,7 +287,7 @@ def _look_back(
     return config, attempts
 
 
-def _draw(
+def draw(
     config: RunConfig,
     batches: StepBatches[Any],
     batch: Batch,

@@ -61,7 +61,11 @@ class Taken:
 
 
 class TrainingStep:
-    """Takes the steps of one model, one after the other."""
+    """Takes the steps of one model, one after the other.
+
+    Attributes:
+        passes: forward and backward of its micro batches.
+    """
 
     def __init__(
         self,
@@ -91,7 +95,7 @@ class TrainingStep:
             checkpointing: what calls the model's blocks; None where that is nobody's business.
         """
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._passes, self._samples = passes, samples
+        self.passes, self._samples = passes, samples
         self._accelerator, self._exact = accelerator, exact and not accelerator.is_host
         self._clip = math.inf if clip is None else clip
         sharding = hpczero.sharding(model)
@@ -109,7 +113,7 @@ class TrainingStep:
         """
         exposed_s, moved, rested = self._exposed_s(), self._moved(), self._moved_inputs()
         watch = Stopwatch(self._waited_s)
-        read_losses = self._passes.take(number, self._samples, watch, self._finish)
+        read_losses = self.passes.take(number, self._samples, watch, self._finish)
         with watch.phase("optimizer"):
             grad_norm = hpczero.clip_grad_norm_(self._model, self._clip)
             self._optimizer.step()
@@ -118,11 +122,11 @@ class TrainingStep:
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         if self._scheduler is not None:
             self._scheduler.step()
-        ranks = self._topology.data_sequence  # each with tokens of its own
+        ranks, plan = self._topology.data_sequence, self.passes.plan  # each with tokens of its own
         with watch.phase("communication"):
             losses = read_losses()
             own_loss = math.fsum(losses) / len(losses)
-            mean_loss = ranks.total(*losses) / (self._passes.leaves or ranks.size)
+            mean_loss = ranks.total(*losses) / (ranks.size if plan is None else plan.count)
         return Taken(
             loss=mean_loss,
             own_loss=own_loss,
@@ -151,7 +155,7 @@ class TrainingStep:
     def _waited_s(self) -> float:
         """Seconds that this rank has stood still for collectives so far, by the clock of the device that computes."""
         shards = self._known_exposed_s if self._exact else self._collectives.stats.seconds
-        return shards + self._passes.waited_s
+        return shards + self.passes.waited_s
 
     def _exposed_s(self) -> float:
         return self._collectives.calls.exposed.seconds() or 0.0

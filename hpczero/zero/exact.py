@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from socket import gethostname
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -11,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from hpczero.accelerator import Accelerator
 from hpczero.errors import StepError
 from hpczero.job.group import Group
+from hpczero.job.messages import arrays
 from hpczero.job.topology import Topology
 from hpczero.options.values import Exactness
 from hpczero.plan.precision import Precision
@@ -85,7 +89,7 @@ class Exact:
         self.demanded = asked == "require"
         order = [index for group in topology.shard.reduction_groups for index in group]
         self.place, self.ranks = order.index(topology.shard.index), len(order)
-        self._root, self._told = topology.is_root, False
+        self._topology, self._told = topology, False
 
     def refuse(self, what: str) -> None:
         """A backward comes that is of no leaf.
@@ -98,9 +102,68 @@ class Exact:
                 f"exact='require': {what}, whose sum depends on the number of ranks; run forward and backward inside "
                 "`for leaf in hpczero.Leaves(model, count, step=step):`, or zeroify with exact='prefer'"
             )
-        if self._root and not self._told:
+        if self._topology.is_root and not self._told:
             self._told = True
             logger.warning(
                 "exact: %s, so this step is not the same on another number of ranks; use hpczero.Leaves",
                 what,
             )
+
+    # --- leaves that two ranks have computed ---------------------------------------------------------------------
+
+    def compared(self, found: Sequence[Mapping[str, int]]) -> list[list[tuple[int, ...]]]:
+        """Of each place the numbers that its rank has ``found``: a tuple for each time. Collective over the shards."""
+        mine = np.array([[*each.values()] for each in found], dtype=np.int64)
+        group = self._topology.shard
+        everybody = arrays(group, np.concatenate([[[self.place] * mine.shape[1]], mine]), "leaves")
+        by_place = {int(each[0, 0]): each[1:] for each in everybody}
+        return [[tuple(row) for row in by_place[place].tolist()] for place in range(self.ranks)]
+
+    def anywhere(self, suspicious: bool) -> bool:
+        """Whether any rank, of whatever part of the model, has seen leaves that differ. Collective over world."""
+        return bool(self._topology.world.largest(int(suspicious)))
+
+    def accuse(
+        self,
+        found: Sequence[Sequence[tuple[int, ...]]],
+        suspects: Sequence[int],
+        units: Sequence[str],
+        step: int,
+        first: int,
+    ) -> None:
+        """Say which rank has computed a leaf wrongly. Collective over world.
+
+        Args:
+            found: of each place four times a tuple of the units' digests: of its own leaf, of that of the place before
+                it, of its own again, and of that two places before.
+            suspects: places whose leaf another rank has computed otherwise.
+            units: of a tuple.
+            step: that is taken.
+            first: leaf of place 0.
+
+        Raises:
+            StepError: on every rank.
+        """
+        topology, problem = self._topology, ""
+        names = topology.shard.gather_text(f"{self.place} rank {topology.rank} ({gethostname()})")
+        rank_at = dict(name.split(" ", 1) for name in names)
+        for place in suspects:
+            second, third = (place + 1) % self.ranks, (place + 2) % self.ranks
+            own, theirs, again = found[place][0], found[second][1], found[place][2]
+            unit = next(u for u, a, b in zip(units, own, theirs, strict=True) if a != b)
+            if own != again:
+                culprit, why = place, "and otherwise when it computed the leaf again"
+            elif self.ranks > 2 and found[third][3] in (own, theirs):
+                culprit = second if found[third][3] == own else place
+                why = f"and not as {rank_at[str(third)]} and the other one"
+            else:
+                culprit, why = place, f"or {rank_at[str(second)]} has: two ranks cannot tell"
+            problem = (
+                f"step {step}, leaf {first + place}: {rank_at[str(culprit)]} has computed the gradient of unit "
+                f"{unit!r} wrongly, {why}. Nothing was updated. Take its node out of the job, test its hardware, and "
+                "go on from the newest checkpoint"
+            )
+            break
+        with topology.agreed("compare leaves that two ranks have computed"):
+            if problem:
+                raise StepError(problem)

@@ -8,8 +8,9 @@ are drawn anew for each leaf. docs/exact.md has what is promised.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import ConfigError, StepError
+from hpczero.kernels.norm import digest_of_bits
 from hpczero.zero.units.gradients import LeafTurn
 from hpczero.zero.update.agreement import DeferredNumber
 from hpczero.zero.zeroify import sharding
@@ -39,11 +41,26 @@ class Leaves:
     alone, and have one shape. The generators of torch, NumPy and Python are seeded anew before each leaf, from
     ``seed``, ``step`` and the leaf, and once more after the last one, on all ranks alike.
 
+    Attributes:
+        count: leaves of the step.
+        turns: of each micro-step.
+        now: the turn that the loop is in.
+        gradients: of each leaf of this rank a digest of the gradient of each unit, if they are kept.
+
     Where ``count`` is no multiple of the ranks, some ranks compute the last leaf again at the end, because forward and
     backward are collective. Their gradients and losses do not count.
     """
 
-    def __init__(self, model: nn.Module, count: int, *, step: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        count: int,
+        *,
+        step: int,
+        seed: int = 0,
+        check_every: int = 0,
+        digests: bool = False,
+    ) -> None:
         """Not collective.
 
         Args:
@@ -51,6 +68,10 @@ class Leaves:
             count: leaves of the step, M; the same on every rank, and at least as many as ranks.
             step: number of the step in the whole training, whatever job it is in.
             seed: of the run.
+            check_every: after each so many micro-steps of the training, every rank also computes a leaf of another
+                rank, and the gradients are compared: a rank whose hardware is wrong is named. The loop gets some leaves
+                more for it. 0: never.
+            digests: whether ``gradients`` are kept.
 
         Raises:
             ConfigError: too few leaves, or the model was zeroified otherwise.
@@ -69,12 +90,14 @@ class Leaves:
                 "smaller, or start fewer ranks"
             )
         self.count, self._step, self._seed = count, step, seed
+        self._check_every, self._digests = check_every, digests
         self.turns = [
             LeafTurn(count, first, min(ranks, count - first), first + self._exact.place < count)
             for first in range(0, count, ranks)
         ]
+        self.now = self.turns[0]
+        self.gradients: dict[int, dict[str, int]] = {}
         self._losses: list[DeferredNumber | float] = []
-        self._counts = False
 
     @property
     def mine(self) -> list[int]:
@@ -83,13 +106,62 @@ class Leaves:
         return [min(turn.before + place, self.count - 1) for turn in self.turns]
 
     def __iter__(self) -> Iterator[int]:
-        """The leaves of this rank, each inside its turn."""
+        """The leaves of this rank, each inside its turn.
+
+        Raises:
+            StepError: gradients of before are there; or a rank computed a leaf wrongly. On every rank.
+        """
         self.check_begin()
         for number, leaf in enumerate(self.mine):
+            turn, checks = self.turn_of(number), self._is_checked(number)
+            own: dict[str, int] = {}
+            if checks:
+                turn = replace(turn, seen=_keeper(own))
             self.draw(leaf)
-            with self.turn(number):
+            with self.inside(turn):
                 yield leaf
+            if checks:
+                if self._digests:
+                    self.gradients[leaf] = own
+                yield from self._check(turn, own)
         self.draw(self.count)
+
+    def turn_of(self, number: int) -> LeafTurn:
+        """Of micro-step ``number``, with what keeps its digests."""
+        turn = self.turns[number]
+        if not (self._digests and turn.counts):
+            return turn
+        return replace(turn, seen=_keeper(self.gradients.setdefault(self.mine[number], {})))
+
+    def _is_checked(self, number: int) -> bool:
+        """Whether other ranks compute the leaves of micro-step ``number`` too; all ranks have one of their own then."""
+        place = self._step * len(self.turns) + number + 1
+        due = self._check_every > 0 and place % self._check_every == 0
+        return due and self.turns[number].count == self._exact.ranks
+
+    def _check(self, turn: LeafTurn, own: dict[str, int]) -> Iterator[int]:
+        """Compare leaves of ``turn`` with those that another rank computes; ``own``: digests of this rank's."""
+        place, ranks, first = self._exact.place, self._exact.ranks, turn.before
+        found = [own]
+
+        def again(behind: int) -> Iterator[int]:
+            digests: dict[str, int] = {}
+            leaf = first + (place - behind) % ranks
+            self.draw(leaf)
+            with self.inside(
+                replace(turn, count=0, counts=False, adds=False, seen=_keeper(digests))
+            ):
+                yield leaf
+            found.append(digests)
+
+        yield from again(1)
+        theirs = self._exact.compared(found)
+        suspects = [p for p in range(ranks) if theirs[p][0] != theirs[(p + 1) % ranks][1]]
+        if not self._exact.anywhere(bool(suspects)):
+            return
+        yield from again(0)
+        yield from again(2)
+        self._exact.accuse(self._exact.compared(found), suspects, [*own], self._step, first)
 
     def check_begin(self) -> None:
         """Raise StepError where gradients are there already: a sum over leaves begins with none."""
@@ -110,12 +182,11 @@ class Leaves:
         np.random.seed(key >> 32)  # noqa: NPY002  (the generator that modules draw from)
 
     @contextmanager
-    def turn(self, number: int) -> Iterator[None]:
-        """Context for the forward and the backward of one micro-step."""
+    def inside(self, turn: LeafTurn) -> Iterator[None]:
+        """Context for the forward and the backward of one turn."""
         backward = self._state.schedule.backward
         before = backward.sync, backward.turn
-        backward.sync, backward.turn = True, self.turns[number]
-        self._counts = self.turns[number].counts
+        backward.sync, backward.turn, self.now = True, turn, turn
         try:
             yield
         finally:
@@ -123,7 +194,7 @@ class Leaves:
 
     def note(self, loss: Tensor) -> None:
         """The loss of the leaf that is computed now. Not collective, and it does not wait for a device."""
-        if self._counts:
+        if self.now.counts:
             self._losses.append(self._state.step.norms.readings.add(loss))
 
     def note_all(self, losses: Sequence[float]) -> None:
@@ -141,3 +212,12 @@ class Leaves:
         Collective over ``topology.data``.
         """
         return self._state.topology.data.total(*self.own_losses) / self.count
+
+
+def _keeper(digests: dict[str, int]) -> Callable[[str, Tensor], None]:
+    """Keeps a digest of each unit's gradient."""
+
+    def keep(name: str, gradient: Tensor) -> None:
+        digests[name] = int(digest_of_bits(gradient.detach()))
+
+    return keep

@@ -545,7 +545,7 @@ class Pipeline:
             with (
                 counted(state, self.micro_batches, reduces=reduces)
                 if self._leaves is None
-                else self._leaves.turn(action.micro_batch)
+                else self._leaves.inside(self._leaves.turn_of(action.micro_batch))
             ):
                 torch.autograd.backward(out, gradient)
         if x is None:

@@ -31,6 +31,7 @@ class RunFolder:
         path: the folder; it need not exist.
         config: file of the resolved options; the train command takes it as a configuration.
         metrics: file of the metrics, one JSON line per step.
+        digests: file of what ``python -m hpczero.replay`` compares, one JSON line per digested step.
         attempts: file with one JSON line per start and end of jobs that follow one another.
         weights: file of the final weights.
         plot: file of the loss curves.
@@ -42,6 +43,7 @@ class RunFolder:
         self.path = path
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
+        self.digests = path / "digests.jsonl"
         self.attempts = path / "attempts.jsonl"
         self.weights = path / "model.safetensors"
         self.plot = path / "loss.png"
@@ -94,7 +96,7 @@ class RunFolder:
             ConfigError: the message says what is there.
             CorruptCheckpoint: as ``Folder.candidates``.
         """
-        files = (self.config, self.metrics, self.attempts, self.weights, self.plot)
+        files = (self.config, self.metrics, self.digests, self.attempts, self.weights, self.plot)
         folders = (self.path, self.checkpoints, self.tensorboard)
         with self.writing():
             for path in (*folders, *files):
@@ -144,7 +146,7 @@ class RunFolder:
                 said = "%s: of an earlier start that saved nothing; kept in %s"
                 logger.warning(said, self.metrics, kept.name)
             # Only what a run writes: the user may keep other things here.
-            for file in (self.metrics, self.plot, self.weights):
+            for file in (self.metrics, self.digests, self.plot, self.weights):
                 file.unlink(missing_ok=True)
             shutil.rmtree(self.tensorboard, ignore_errors=True)
             found = Folder(self.checkpoints).candidates()

@@ -545,12 +545,16 @@ class LeafTurn:
         before: leaves of earlier micro-steps.
         count: leaves of this one.
         counts: whether this rank's own backward is of a leaf; else it takes part in what is collective, and no more.
+        seen: is shown the name of each unit and this rank's gradient of it, (numel,) in the parameters' dtype.
+        adds: whether gradients are added up; else they are shown, and dropped.
     """
 
     leaves: int
     before: int
     count: int
     counts: bool
+    seen: Callable[[str, Tensor], None] | None = None
+    adds: bool = True
 
     @property
     def last(self) -> bool:
@@ -655,6 +659,14 @@ class UnitGradients:
 
     def _reduce_leaves(self, scale: float, turn: LeafTurn) -> None:
         """As ``reduce``, of one turn."""
+        local = self._local
+        assert isinstance(local, LocalGradient), "tables go whole where leaves are summed"
+        whole = local.complete()
+        if turn.seen is not None:
+            turn.seen(self._spec.name, whole[: self._spec.layout.numel])
+        if not turn.adds:
+            local.clear()
+            return
         self.finish()
         if turn.before != self._summed or self._present:
             raise StepError(
@@ -679,9 +691,7 @@ class UnitGradients:
         )
         if turn.counts:
             self.usage.reduced(self._local.filled)
-        local = self._local
-        assert isinstance(local, LocalGradient), "tables go whole where leaves are summed"
-        self._reduction = self._reducer.reduce(local.complete(), into, name=self._spec.name)
+        self._reduction = self._reducer.reduce(whole, into, name=self._spec.name)
         local.clear()
         self._summed, self._present = 0 if turn.last else after, turn.last
 
