@@ -174,17 +174,19 @@ def read_digests(path: Path) -> dict[int, Record]:
     return found
 
 
-def _begin(folder: RunFolder, step: int) -> Path:
-    """The newest checkpoint of the run before ``step``. Not collective."""
+def _begin(folder: RunFolder, config: RunConfig, step: int) -> Path | None:
+    """The newest checkpoint of the run before ``step``; None: where the run began anew. Not collective."""
     found = {step_of_folder(path.name): path for path in Folder(folder.checkpoints).candidates()}
     before = [number for number in found if number is not None and number < step]
-    if not before:
+    if before:
+        return found[max(before)]
+    if step < 1 or config.resume.from_ not in ("auto", "never"):
         have = ", ".join(str(number) for number in sorted(filter(None, found))) or "none"
         raise ConfigError(
             f"--step: got {step}, and {folder.checkpoints} has no checkpoint before it (it has {have}); keep more of "
             "them (--checkpoint.keep), or replay a later step"
         )
-    return found[max(before)]
+    return None
 
 
 def replay(
@@ -217,7 +219,7 @@ def replay(
     use_own_cores(topology, exact=True)
     with topology.agreed("look for what the run has recorded"):
         adapter = adapter or made_by_factory(config.model)
-        source = _begin(folder, step)
+        source = _begin(folder, config, step)
         known = {each.step: each for each in read_metrics(folder.metrics)}
         digests = read_digests(folder.digests)
         batch = Batch.resolve(config.train, topology.data.size, exact=True)
@@ -225,10 +227,11 @@ def replay(
     reading, adapter = open_reading(config, adapter, topology, signals=signals)
     check_numbers(adapter, topology)
     batches = reading.training(config, adapter.context, batch.global_batch)
-    model, optimizer = build(config, adapter, topology, accelerator, resumes=True)
+    resumes = source is not None
+    model, optimizer = build(config, adapter, topology, accelerator, resumes=resumes)
     room = RoomCheck(topology, accelerator, title=config.model.title, overridden=[])
     checkpointing = recompute_blocks(config, adapter, model, accelerator, room)
-    start = load(source, model).step
+    start = 0 if source is None else load(source, model).step
     set_options(optimizer, config.train)
     passes = passes_of(
         config.parallel,
@@ -248,9 +251,8 @@ def replay(
         scheduler=LambdaLR(optimizer, config.train.learning_rate_factor, last_epoch=start - 1),
         checkpointing=checkpointing,
     )
-    log.info(
-        "replay: %s, then steps %d to %d on %d rank(s)", source, start + 1, step, topology.size
-    )
+    begin, ranks = source or "the beginning", topology.size
+    log.info("replay: from %s, steps %d to %d on %d rank(s)", begin, start + 1, step, ranks)
     compared, problem = 0, ""
     for done in range(start + 1, step + 1):
         taken = training.take(done - 1)
