@@ -122,6 +122,7 @@ HPCZERO = House(
         "__main__.py": "commands",
         "train": "commands",
         "sample": "commands",
+        "replay": "commands",
         "commands": "commands",
         "plan/auto": "commands",
         "__init__": "names",

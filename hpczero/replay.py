@@ -13,8 +13,7 @@ import tyro
 from hpczero.errors import ConfigError, run
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml, parse_command_line
-from hpczero.run.starting.precheck import tell_start_aside
-from hpczero.train import model_config
+from hpczero.run.starting.precheck import model_config, tell_start_aside
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,19 @@ Here is the order of events until torch and MPI have started; the loop itself is
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import sys
 
-from hpczero.errors import ConfigError, launcher_rank, run
-from hpczero.files.regular import shown
+from hpczero.errors import launcher_rank, run
 from hpczero.job.signals import Signals
-from hpczero.models import PRESETS, GPTConfig
-from hpczero.options.config import ModelOptions, RunConfig
+from hpczero.models import GPTConfig
+from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.reading import read_run_config
 from hpczero.plan.degrees import check_model
 from hpczero.run.starting.precheck import (
     end_before_mpi,
     meet_the_other_ranks_in_mpi_init,
+    model_config,
     tell_start,
 )
 
@@ -68,26 +66,6 @@ def options() -> tuple[RunConfig, GPTConfig | None]:
     if model is not None:
         check_model(config.parallel, model)
     return config, model
-
-
-def model_config(options: ModelOptions) -> GPTConfig:
-    """The preset with its overrides; the vocabulary is the preset's until the tokenizer is known.
-
-    Raises:
-        ConfigError: the preset is unknown, or sizes do not fit together.
-    """
-    preset = PRESETS.get(options.preset)
-    if preset is None:
-        begins = [name for name in PRESETS if options.preset.startswith(name)]
-        alike = difflib.get_close_matches(options.preset, PRESETS, n=3)
-        close = list(dict.fromkeys(begins + alike)) or list(PRESETS)
-        raise ConfigError(
-            f"model.preset: got {shown(options.preset)}, did you mean {', '.join(close)}?"
-        )
-    try:
-        return dataclasses.replace(preset, **options.overrides())
-    except ValueError as error:
-        raise ConfigError(f"model: {error}") from error
 
 
 if __name__ == "__main__":

@@ -11,7 +11,11 @@ ROOMS = ("bridge", "zero", "comm", "tier", "activations", "parallel")
 # Each with its methods and attributes, so that none grows unseen.
 LARGER = {
     # The parts of one sharded model stand side by side here, and in no other place; a step and gradients ask it.
-    "Sharding": (28, 27),
+    "Sharding": (28, 28),
+    # From autograd to the optimizer: what is local, what is reduced, and, of exact steps, what leaves leave behind.
+    "UnitGradients": (22, 14),
+    # Whether a backward reduces, and which leaves it is of, are set from outside; the rest is one pass.
+    "BackwardSchedule": (13, 13),
     # One state machine over one buffer: who may use it, and who may write to it, decide together when it is given back.
     "WholeParameters": (25, 20),
     # The contract of a transport, public: ten verbs to write, the others say what every transport has in common.

@@ -20,7 +20,7 @@ from hpczero.job import log
 from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
 from hpczero.options.environment import Environment
-from hpczero.options.values import digits, parse_nodes
+from hpczero.options.values import parse_nodes
 
 ASK_LIMIT_S = 15.0
 
@@ -134,7 +134,7 @@ def use_own_cores(topology: Topology, *, exact: bool = False) -> None:
     is OMP_NUM_THREADS, else 1.
     """
     if exact:
-        torch.set_num_threads(digits(os.environ.get("OMP_NUM_THREADS", "")) or 1)
+        torch.set_num_threads(Environment.read().omp_threads or 1)
         return
     cores = sorted(os.sched_getaffinity(0))
     # Ranks bound to the same cores of the same host share them; fake nodes are on one host.

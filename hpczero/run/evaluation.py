@@ -195,13 +195,14 @@ class PipelinePasses:
         self,
         pipeline: Pipeline,
         *,
+        model: nn.Module,
         group: Group,
         accelerator: Accelerator,
         own: Own = lambda tokens: tokens,
         plan: LeafPlan | None = None,
     ) -> None:
-        """Not collective. ``group`` are the stages; ``plan`` as of ``PlainPasses``."""
-        self.plan = plan
+        """Not collective. ``group`` are the stages of ``model``; ``plan`` as of ``PlainPasses``."""
+        self.plan, self._model = plan, model
         self.leaves: hpczero.Leaves | None = None
         self._pipeline, self._group = pipeline, group
         self._accelerator, self._own = accelerator, own
@@ -212,7 +213,7 @@ class PipelinePasses:
         """As of ``PlainPasses``. Forwards and backwards are interleaved, so both count as ``backward``."""
         leaves, parts = None, list(range(self._pipeline.micro_batches))
         if self.plan is not None:
-            leaves = self.leaves = self.plan.of(self._pipeline.model, number)
+            leaves = self.leaves = self.plan.of(self._model, number)
             parts = leaves.mine
         with watch.phase("data"):
             micro_steps = [samples(number, each) for each in parts]
@@ -246,6 +247,7 @@ class PipelinePasses:
     def measuring(self, adapter: Adapter) -> PipelinePasses:
         """As of ``PlainPasses``."""
         named: Any = {"group": self._group, "accelerator": self._accelerator, "own": self._own}
+        named["model"] = self._model
         return PipelineMeasuring(adapter, self._pipeline, **named)
 
     @property
@@ -332,7 +334,7 @@ def passes_of(
         named["balance"] = balance
         return PlainPasses(model, loss=adapter.loss, accumulation=accumulation, **named)
     pipeline = Pipeline(model, micro_batches=accumulation, schedule=options.order)
-    return PipelinePasses(pipeline, group=topology.pipeline, **named)
+    return PipelinePasses(pipeline, model=model, group=topology.pipeline, **named)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -29,6 +28,7 @@ from hpczero.errors import ConfigError
 from hpczero.files.regular import parse_json
 from hpczero.job import log
 from hpczero.job.launch import start_topology, use_own_cores
+from hpczero.job.messages import arrays
 from hpczero.job.signals import Signals
 from hpczero.kernels.norm import digest_of_bits
 from hpczero.options.config import RunConfig
@@ -64,17 +64,15 @@ def record_of(model: nn.Module, leaves: hpczero.Leaves, *, step: int, taken: Tak
     state = hpczero.sharding(model)
     topology, shard = state.topology, state.topology.shard
     units = state.schedule.backward.order  # as their gradients are reduced
-    losses = np.zeros(leaves.count)
-    gradients = np.zeros((leaves.count, len(units)), dtype=np.int64)
     counted = [leaf for leaf, turn in zip(leaves.mine, leaves.turns, strict=True) if turn.counts]
-    losses[counted] = leaves.own_losses
-    for leaf, digests in leaves.gradients.items():
-        gradients[leaf] = [*digests.values()]
+    own = np.array([[leaf, *leaves.gradients[leaf].values()] for leaf in counted], dtype=np.int64)
+    rows = np.concatenate(arrays(shard, own, "digests of leaves"))
+    gradients = rows[np.argsort(rows[:, 0]), 1:]
+    losses = np.concatenate(arrays(shard, np.array(leaves.own_losses), "losses of leaves"))
+    losses = losses[np.argsort(rows[:, 0])]
     masters = np.array([_digest_of_masters(unit, shard.index) for unit in units], dtype=np.int64)
-    with topology.watchdog.collective("digests of a step"):
-        for each in (losses, gradients, masters):
-            # Each leaf is of one rank; digests of shards add up, modulo 2**64.
-            shard.comm.Allreduce(MPI.IN_PLACE, each, op=MPI.SUM)
+    # Digests of shards add up, modulo 2**64.
+    masters = np.sum(arrays(shard, masters, "digests of masters"), axis=0)
     names = [unit.spec.name for unit in units]
     mine = {
         "gradients": dict(zip(names, [_hex(column) for column in gradients.T], strict=True)),

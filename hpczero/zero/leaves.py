@@ -8,7 +8,7 @@ are drawn anew for each leaf. docs/exact.md has what is promised.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
@@ -105,7 +105,7 @@ class Leaves:
         place = self._exact.place
         return [min(turn.before + place, self.count - 1) for turn in self.turns]
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Generator[int, None, None]:
         """The leaves of this rank, each inside its turn.
 
         Raises:

@@ -17,7 +17,7 @@ from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment, misspelt
 from hpczero.options.reading import load_toml, read_run_config, to_toml
 from hpczero.plan.sizing import Batch
-from hpczero.train import model_config
+from hpczero.run.starting.precheck import model_config
 from tests.files.test_regular import at_once
 
 TYPED = ("9" * 5001, "-1", "1e400", "nan", "", "\udcff", "many")

@@ -111,7 +111,7 @@ def test_a_replay_names_the_step_the_unit_and_the_leaf_of_one_wrong_bit(tmp_path
 def test_leaves_that_two_ranks_compute_name_the_rank_that_is_wrong(
     tmp_path: Path, ranks: int
 ) -> None:
-    given = {"train__steps": 20, "check__leaves": "1/2"}
+    given: dict[str, Any] = {"train__steps": 20, "check__leaves": "1/2"}
     found = trained_wrongly(tmp_path, ranks, bad=1, every=10, **given)
     found.ended(1)
     assert re.search(r"leaf \d+: rank 1 \(.*unit 'blocks.1' wrongly", found.stderr), found

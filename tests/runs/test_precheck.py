@@ -63,7 +63,7 @@ from hpczero.options.environment import Environment
 from hpczero.errors import HpcZeroError
 from hpczero.options.reading import read_run_config
 from hpczero.run.starting.precheck import mistake_of
-from hpczero.train import model_config
+from hpczero.run.starting.precheck import model_config
 
 configs = {name: read_run_config(shlex.split(line)) for name, line in json.loads(sys.argv[1]).items()}
 told = {}

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 import hpczero
 from hpczero.comm import Work as WorkOfComm
@@ -213,12 +213,12 @@ def test_a_missing_reduction_is_found_and_named() -> None:
         comm = hpczero.sharding(model).collectives
         reduce = comm.reduce_scatter
 
-        def reduce_all_but_one(*tensors: Tensor, name: str, **others: Any) -> WorkOfComm:
+        def reduce_all_but_one(*tensors: Any, name: str, **others: Any) -> WorkOfComm:
             if name == "blocks.1":
                 return WorkOfComm(name)
             return reduce(*tensors, name=name, **others)
 
-        comm.reduce_scatter = reduce_all_but_one  # type: ignore[method-assign]
+        comm.reduce_scatter = reduce_all_but_one  # type: ignore[method-assign,assignment]
 
     other = record(PLAIN, 3, prepare=lose_one).program
     with pytest.raises(

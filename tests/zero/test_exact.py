@@ -203,7 +203,7 @@ def test_a_step_or_another_sum_between_leaves_is_refused(
     topology: hpczero.Topology, exact: tuple[nn.Module, Optimizer]
 ) -> None:
     model, optimizer = exact
-    leaves = iter(hpczero.Leaves(model, 2 * topology.size, step=0))
+    leaves = hpczero.Leaves(model, 2 * topology.size, step=0).__iter__()
     loss_of(model, next(leaves)).backward()
     with pytest.raises(StepError, match="never reduced"):
         optimizer.step()

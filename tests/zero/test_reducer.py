@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
 import hpczero
+from hpczero.kernels.tree_sum import ShardSum
 from hpczero.zero.units.gradients import Reducer
 from tests.helpers.world import World
 
@@ -38,8 +39,8 @@ def transport(world: World) -> Iterator[Collectives]:
 def test_it_is_the_mean_over_ranks(world: World, transport, dtype, accumulate):
     local, into = gradient(world.rank, world.size, dtype), torch.full((SHARD,), 2.0)
     before = local.clone()
-    how: Any = {"scale": 1.0 / world.size, "accumulate": accumulate}
-    Reducer(transport).reduce(local, into, **how, name="u").wait()
+    whole = ShardSum(into, 1.0 / world.size, accumulate=accumulate)
+    Reducer(transport).reduce(local, whole, name="u").wait()
     world.check(torch.equal(local, before), "the gradient was written")
     everybody = [gradient(rank, world.size, dtype).double() for rank in range(world.size)]
     mine = slice(world.topology.shard_index * SHARD, (world.topology.shard_index + 1) * SHARD)
@@ -52,6 +53,6 @@ def test_it_is_the_mean_over_ranks(world: World, transport, dtype, accumulate):
 def test_it_is_the_sum_of_the_transport_bit_for_bit(world: World, transport):
     local = gradient(world.rank, world.size, torch.float32)
     found, expected = torch.empty(SHARD), torch.empty(SHARD)
-    Reducer(transport).reduce(local, found, scale=0.3, accumulate=False, name="u").wait()
+    Reducer(transport).reduce(local, ShardSum(found, 0.3), name="u").wait()
     transport.reduce_scatter(local, expected, scale=0.3, name="u").wait()
     world.check(torch.equal(found, expected))

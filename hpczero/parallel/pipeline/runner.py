@@ -207,12 +207,14 @@ class StageInputs(NamedTuple):
         inputs: of each micro-batch; empty where the stage needs none.
         targets: of each micro-batch; empty tuples where the stage needs none.
         wants_loss: whether the last stage computes one.
+        leaves: which the micro-batches are, where leaves are summed one by one; else None.
     """
 
     number: int
     inputs: list[tuple[Any, ...]]
     targets: list[tuple[Any, ...]]
     wants_loss: bool
+    leaves: Leaves | None = None
 
     @classmethod
     def of(
@@ -350,12 +352,6 @@ class Pipeline:
         self._ties = Ties(state, self._stage.part(), group.size)
         self._kept: dict[tuple[int, int], _KeptForward] = {}
         self._results: list[Any] = []
-        self._leaves: Leaves | None = None  # of the step that runs
-
-    @property
-    def model(self) -> nn.Module:
-        """The stage, as it was passed."""
-        return self._model
 
     def step(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> float:
         """Forward and backward of all micro-batches; ``optimizer.step()`` follows.
@@ -396,11 +392,10 @@ class Pipeline:
         given = StageInputs.of(self._stage, self.micro_batches, inputs, targets)
         if leaves is not None:
             self._check_leaves(leaves)
+            given = given._replace(leaves=leaves)
         self._ties.leave_to_first()
-        self._leaves = leaves
         with self._whole():
             self._run(self._actions, given, "step")
-        self._leaves = None
         self._ties.add_gradients(self.messages)
         said = self._losses(self.micro_batches)
         if leaves is not None:
@@ -482,7 +477,7 @@ class Pipeline:
                 if action.kind == "F":
                     self._forward(action, came, given)
                 else:
-                    self._backward(action, came, forwards_follow=place < last_forward)
+                    self._backward(action, came, given.leaves, forwards_follow=place < last_forward)
             casting.part = self._stage.part()
             self.messages.finish()
 
@@ -497,8 +492,8 @@ class Pipeline:
 
     def _forward(self, action: Action, x: Tensor | None, given: StageInputs) -> None:
         chunk, i = action.chunk, action.micro_batch
-        if self._leaves is not None:
-            self._leaves.draw(self._leaves.mine[i], self._stage.piece(chunk))
+        if given.leaves is not None:
+            given.leaves.draw(given.leaves.mine[i], self._stage.piece(chunk))
         arrived = None if x is None else Arrived(x)
         inputs = of_mean(given.inputs[i], given.number) if arrived is None else (arrived.values,)
         if not self._stage.is_last(chunk):
@@ -536,7 +531,14 @@ class Pipeline:
         edge = get_gradient_edge(y.view_as(y)) if y.requires_grad else None
         self._kept[action.chunk, action.micro_batch] = _KeptForward(x, edge)
 
-    def _backward(self, action: Action, gradient: Tensor | None, *, forwards_follow: bool) -> None:
+    def _backward(
+        self,
+        action: Action,
+        gradient: Tensor | None,
+        leaves: Leaves | None,
+        *,
+        forwards_follow: bool,
+    ) -> None:
         x, out = self._kept.pop((action.chunk, action.micro_batch))
         if out is not None:
             # Where the first chunk is frozen, its backwards, which come last, have no graph to reduce in.
@@ -544,8 +546,8 @@ class Pipeline:
             state, reduces = sharding(self._model), self._each or last
             with (
                 counted(state, self.micro_batches, reduces=reduces)
-                if self._leaves is None
-                else self._leaves.inside(self._leaves.turn_of(action.micro_batch))
+                if leaves is None
+                else leaves.inside(leaves.turn_of(action.micro_batch))
             ):
                 torch.autograd.backward(out, gradient)
         if x is None:

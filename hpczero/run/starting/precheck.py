@@ -7,6 +7,8 @@ is changed or locked.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import faulthandler
 import socket
 import sys
@@ -25,10 +27,17 @@ from hpczero.errors import (
     launcher_rank,
     report,
 )
+from hpczero.files.regular import shown
 from hpczero.job import log
 from hpczero.job.mesh import Mesh
-from hpczero.models import GPTConfig
-from hpczero.options.config import DEFAULT_RUN, LayoutOptions, OffloadOptions, RunConfig
+from hpczero.models import PRESETS, GPTConfig
+from hpczero.options.config import (
+    DEFAULT_RUN,
+    LayoutOptions,
+    ModelOptions,
+    OffloadOptions,
+    RunConfig,
+)
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms, parse_nodes
 from hpczero.plan.offload import MIB, Activations, Offload
@@ -38,6 +47,26 @@ from hpczero.run.starting import resume
 from hpczero.run.starting.attempts import Attempts
 
 _WAIT = "importing torch, starting MPI"
+
+
+def model_config(options: ModelOptions) -> GPTConfig:
+    """The preset with its overrides; the vocabulary is the preset's until the tokenizer is known.
+
+    Raises:
+        ConfigError: the preset is unknown, or sizes do not fit together.
+    """
+    preset = PRESETS.get(options.preset)
+    if preset is None:
+        begins = [name for name in PRESETS if options.preset.startswith(name)]
+        alike = difflib.get_close_matches(options.preset, PRESETS, n=3)
+        close = list(dict.fromkeys(begins + alike)) or list(PRESETS)
+        raise ConfigError(
+            f"model.preset: got {shown(options.preset)}, did you mean {', '.join(close)}?"
+        )
+    try:
+        return dataclasses.replace(preset, **options.overrides())
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
 
 
 def tell_start(config: RunConfig, ranks: int | None) -> None:

@@ -20,7 +20,6 @@ from hpczero.job.topology import Topology
 from hpczero.plan.precision import LossScaler, Precision
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.ways import untraced
-from hpczero.zero.exact import Exact
 from hpczero.zero.units.gradients import Flags
 from hpczero.zero.units.seen_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
@@ -343,7 +342,7 @@ class ModelSide(Protocol):
     precision: Precision
     scaler: LossScaler
     advice: Advice
-    exact: Exact | None
+    exact: object | None  # whether bits must not depend on the number of ranks
 
     @property
     def in_backward(self) -> bool:
