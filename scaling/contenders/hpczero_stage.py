@@ -173,11 +173,12 @@ class Layout(Contender):
         def samples(_: int, micro: int) -> tuple[Any, Any]:
             return pairs[micro][0].numpy(), pairs[micro][1].numpy()
 
-        loss = self._passes.take(0, samples, Stopwatch(), lambda: None)
+        losses = self._passes.take(0, samples, Stopwatch(), lambda: None)
         hpczero.clip_grad_norm_(self.model, base.CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss()
+        (loss,) = losses()
+        return loss
 
     def settings(self) -> dict[str, str]:
         return {

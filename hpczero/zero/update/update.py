@@ -342,7 +342,10 @@ class ModelSide(Protocol):
     precision: Precision
     scaler: LossScaler
     advice: Advice
-    exact: object | None  # whether bits must not depend on the number of ranks
+
+    @property
+    def exact(self) -> object | None:
+        """None where bits may depend on the number of ranks."""
 
     @property
     def in_backward(self) -> bool:
