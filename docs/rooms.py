@@ -168,6 +168,7 @@ SCALING = House(
         "start": "measurements",
         "transports": "measurements",
         "balance": "measurements",
+        "exact": "measurements",
         "losses": "measurements",
         "codes": "measurements",
     },

@@ -30,7 +30,16 @@ COMMANDS = "checkpoint collectives hostcost layouts overhead planner tiers"
 MODULES = {  # by the beginning of a file's name
     **{
         name: name
-        for name in ["balance", "bridge", "codes", "parallel", "peers", "start", "transports"]
+        for name in [
+            "balance",
+            "bridge",
+            "codes",
+            "exact",
+            "parallel",
+            "peers",
+            "start",
+            "transports",
+        ]
     },
     **{name: f"{name}.__main__" for name in COMMANDS.split()},
     "gpu": "gpu.goals",

@@ -231,7 +231,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             accelerator=accelerator,
             clip=config.train.clip or None,
             scheduler=scheduler,
-            exact=balance is not None,  # else clocks say little about a device
+            waits=balance is not None,  # else clocks say little about a device
             checkpointing=checkpointing,
         ),
         balance=balance,

@@ -77,7 +77,7 @@ class TrainingStep:
         accelerator: Accelerator,
         clip: float | None = None,
         scheduler: LRScheduler | None = None,
-        exact: bool = False,
+        waits: bool = False,
         checkpointing: Checkpointing | None = None,
     ) -> None:
         """Not collective.
@@ -90,13 +90,13 @@ class TrainingStep:
             accelerator: device of the model.
             clip: largest norm of the gradient; None leaves it as it is.
             scheduler: scheduler of the learning rate; it steps after each update.
-            exact: whether to wait for the device before each clock is read. Phases are then those of the device, and a
+            waits: whether to wait for the device before each clock is read. Phases are then those of the device, and a
                 step takes a little longer. It has no effect on the host.
             checkpointing: what calls the model's blocks; None where that is nobody's business.
         """
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self.passes, self._samples = passes, samples
-        self._accelerator, self._exact = accelerator, exact and not accelerator.is_host
+        self._accelerator, self._waits = accelerator, waits and not accelerator.is_host
         self._clip = math.inf if clip is None else clip
         sharding = hpczero.sharding(model)
         self._topology, self._collectives = sharding.topology, sharding.collectives
@@ -148,13 +148,13 @@ class TrainingStep:
         return Flow() if self._checkpointing is None else self._checkpointing.traffic
 
     def _finish(self) -> None:
-        if self._exact:
+        if self._waits:
             self._accelerator.finish()
             self._known_exposed_s = self._exposed_s()
 
     def _waited_s(self) -> float:
         """Seconds that this rank has stood still for collectives so far, by the clock of the device that computes."""
-        shards = self._known_exposed_s if self._exact else self._collectives.stats.seconds
+        shards = self._known_exposed_s if self._waits else self._collectives.stats.seconds
         return shards + self.passes.waited_s
 
     def _exposed_s(self) -> float:

@@ -15,7 +15,7 @@ from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.topology import Topology
 from hpczero.models.config import GPTConfig
 from hpczero.options.config import LayoutOptions
-from hpczero.run.evaluation import passes_of
+from hpczero.run.evaluation import LeafPlan, passes_of
 from hpczero.run.starting.building import divide
 from hpczero.run.step import Taken, TrainingStep
 from scaling.contenders.base import adamw
@@ -63,7 +63,8 @@ class GPTTraining:
         *,
         accumulation: int = 1,
         device: Accelerator | None = None,
-        exact: bool = False,
+        waits: bool = False,
+        plan: LeafPlan | None = None,
         **options: Any,
     ) -> None:
         """Build it.
@@ -75,14 +76,15 @@ class GPTTraining:
             layout: which ranks share what.
             accumulation: forwards of a step.
             device: where ranks compute; None: the host.
-            exact: as of ``TrainingStep``.
+            waits: as of ``TrainingStep``.
+            plan: of leaves, with ``exact`` among the options.
             options: of ``build``.
         """
         device = device or HostAccelerator()
         self.topology = topology
         self.model, self.optimizer = build(adapter, topology, layout, device=device, **options)
         self.passes = passes_of(
-            layout, adapter, self.model, accumulation=accumulation, accelerator=device
+            layout, adapter, self.model, accumulation=accumulation, accelerator=device, plan=plan
         )
         self._step = TrainingStep(
             self.model,
@@ -91,7 +93,7 @@ class GPTTraining:
             samples=samples,
             accelerator=device,
             clip=1.0,
-            exact=exact,
+            waits=waits,
         )
         self.taken = 0
 

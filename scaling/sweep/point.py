@@ -196,7 +196,7 @@ class Trainer:
             point.layout,
             accumulation=self._accumulation,
             device=accelerator,
-            exact=True,
+            waits=True,
             seed=point.seed,
             stage=point.stage,
             precision=point.precision,
