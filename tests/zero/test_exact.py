@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import hpczero
 from hpczero.errors import ConfigError, StepError
 from hpczero.kernels.norm import exact_square_words, largest_magnitude, numbers_of
 from hpczero.optim import Muon
+from hpczero.plan.sizing import accumulated_nbytes
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, mlp_input
 
@@ -273,3 +274,29 @@ def test_the_exact_norm_has_one_value_for_all_orders_and_cuts(scale: float) -> N
 
 def test_the_exact_norm_of_nothing_has_no_words() -> None:
     assert exact_square_words([torch.empty(0)], 1.0) == []
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_the_plan_has_every_byte_of_gradients_and_of_sums_of_leaves(
+    topology: hpczero.Topology, stage: int, precision: str
+) -> None:
+    torch.manual_seed(7)
+    model, count = MLP(), 4 * topology.size + 1
+    optimizer = AdamW(model.parameters())
+    hpczero.zeroify(
+        model, optimizer, stage, topology=topology, precision=precision, exact="require"
+    )
+    state = hpczero.sharding(model)
+    for leaf in hpczero.Leaves(model, count, step=0):
+        loss_of(model, leaf).backward()
+    footprint = replace(state.collectives.footprint, leaves=count)
+    planned = state.plan.memory(footprint=footprint)
+    carried = accumulated_nbytes(state.plan, count, footprint=footprint)
+    kept = state.memory.peak["gradients"], state.memory.peak["carried"]
+    assert kept == (planned.gradients, carried)
+    assert state.memory.current["carried"] == 0
+    hpczero.release(model)
