@@ -164,7 +164,11 @@ class Leaves:
         self._exact.accuse(self._exact.compared(found), suspects, [*own], self._step, first)
 
     def check_begin(self) -> None:
-        """Raise StepError where gradients are there already: a sum over leaves begins with none."""
+        """A sum over leaves begins. Not collective.
+
+        Raises:
+            StepError: gradients are there already.
+        """
         state = self._state
         units = [unit for unit in state.units if unit.spec.trainable]
         if any(unit.gradients.present or unit.gradients.waiting for unit in units):
@@ -172,6 +176,9 @@ class Leaves:
                 f"rank {state.topology.rank}: a sum over leaves begins, and gradients of before are there; call "
                 "optimizer.zero_grad() first, or make all of them leaves of one step"
             )
+        # What ranks compare at the step.
+        said = f"a sum over {self.count} leaves of step {self._step}, seed {self._seed} (Leaves)"
+        state.step.history.scaling(said)
 
     def draw(self, leaf: int, piece: int = 0) -> None:
         """Seed the generators for a leaf, of a part of the model; ``count`` for what follows the last leaf."""

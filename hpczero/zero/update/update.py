@@ -518,7 +518,8 @@ class Step:
         if waiting:
             raise StepError(
                 f"rank {self._comm.rank}: {len(waiting)} unit(s), first {waiting[0]!r}, hold gradients "
-                "that were never reduced over ranks; run the last backward before the step outside no_sync"
+                "that were never reduced over ranks; run the last backward before the step outside no_sync, and a loop "
+                "over hpczero.Leaves to its end"
             )
 
     @untraced
