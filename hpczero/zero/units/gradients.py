@@ -670,8 +670,8 @@ class UnitGradients:
         self.finish()
         if turn.before != self._summed or self._present:
             raise StepError(
-                f"unit {self._spec.name!r} has a sum over {self._summed} leaves where leaf {turn.before} follows: a leaf "
-                "had two backwards or none, a part of the model was unfrozen between leaves, or a backward was cut off. "
+                f"unit {self._spec.name!r} has a sum over {self._summed} leaves where leaf {turn.before} follows: a "
+                "leaf had two backwards, a part of the model was unfrozen between leaves, or a backward was cut off. "
                 "Add the losses of a leaf and call backward once; call optimizer.zero_grad() and begin the step anew"
             )
         self.rest.take()
