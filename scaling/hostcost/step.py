@@ -33,6 +33,7 @@ from hpczero.comm.inside import NodeLevel, Parts
 from hpczero.comm.rails import Rails
 from hpczero.job.group import Forwards, Group
 from hpczero.job.watchdog import Watchdog
+from hpczero.kernels import tree_sum as sums
 from hpczero.kernels.source import MOST_BLOCKS_OF_ROWS
 from hpczero.kernels.tree_sum import rows_of, sum_by_launches
 from hpczero.memory.buffers import DTYPES, Use
@@ -174,7 +175,9 @@ class Sums:
 
     def __init__(self) -> None:
         self.kernels = self.operations = 0
-        vars(rails).update(tree_sum=self, Blocks=Elsewhere)  # this process does nothing else
+        # This process does nothing else.
+        vars(sums).update(tree_sum=self)
+        vars(rails).update(Blocks=Elsewhere)
 
     def __call__(
         self, blocks: Sequence[Tensor], out: Tensor, *, groups: Sequence[Any], **options: Any

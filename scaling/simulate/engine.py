@@ -21,9 +21,10 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.adapters.gpt import GPTAdapter
-from hpczero.comm import collectives, hierarchical, rails
+from hpczero.comm import collectives, rails
 from hpczero.comm.devices import DirectReach, HostReach
 from hpczero.job.topology import Topology
+from hpczero.kernels import tree_sum as sums
 from hpczero.memory.buffers import DTYPES
 from hpczero.options.config import LayoutOptions
 from hpczero.parallel.tensor.split import SUMS
@@ -98,7 +99,7 @@ def record(
             item = Precision.of(spread.precision).param_itemsize
             kernels = subject.kernels or Roofline(machine, spread.precision, item)
             clock, device = CountingClock(kernels, machine.memory_rate), Absent()
-            for module in (collectives, hierarchical, rails):
+            for module in (collectives, sums):
                 stack.enter_context(patch.object(module, "tree_sum", partial(_count_sum, clock)))
             stack.enter_context(patch.object(rails, "Blocks", Elsewhere))
             stack.enter_context(Fused(clock))
