@@ -167,8 +167,8 @@ def _training(
         secondary=False,  # which the transport has
         **({} if on_host else apart),
     )
-    for sums in training.model.__dict__.get(SUMS, ()):
-        sums._make = lambda group, _: standins.RecordedPath(group, recorder)
+    for each in training.model.__dict__.get(SUMS, ()):
+        each._make = lambda group, _: standins.RecordedPath(group, recorder)
     if isinstance(training.passes, PipelinePasses):
         tokens = spread.model.context // mesh.sequence
         if spread.sequence_parallel:
