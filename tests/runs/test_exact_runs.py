@@ -8,11 +8,13 @@ import re
 import signal
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpczero.run.results.metrics import read_metrics
+from hpczero.run.starting import resume
 from tests.helpers.killed import Job
 from tests.helpers.mpirun import Finished, run_ranks, run_typed
 from tests.helpers.runs import options, train
@@ -122,3 +124,16 @@ def test_leaves_that_are_right_change_nothing(tmp_path: Path) -> None:
     trained(plain, 1, train__steps=4).ended()
     trained(checked, 2, train__steps=4, check__leaves="1/1", log__digest_every=2).ended()
     assert results(checked) == results(plain)
+
+
+def test_other_threads_or_another_processor_are_told_and_not_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = {resume.COMPUTED_ON: "cpu AVX2, 1 thread(s), torch 2.13.0", "seed": 0}
+    found: Any = SimpleNamespace(extra=before, path="step-1", imported=False, step=1)
+    resume.check(found, before, 10, own=True)
+    assert not caplog.records
+    resume.check(
+        found, {**before, resume.COMPUTED_ON: "cpu AVX2, 2 thread(s), torch 2.13.0"}, 10, own=True
+    )
+    assert "computed on cpu AVX2, 1 thread(s)" in caplog.text
