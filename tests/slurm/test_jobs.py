@@ -260,7 +260,7 @@ def test_lost_node_is_replaced_and_the_run_goes_on_from_its_checkpoint(submit: S
 def test_elastic_job_loses_a_node_goes_on_in_place_and_later_on_more_with_the_same_bits(
     submit: Submitter, tmp_path: Path
 ) -> None:
-    steps = 100
+    steps = 60
     options: dict[str, Any] = {
         "run__name": "r",
         "run__exact": "require",
