@@ -98,7 +98,7 @@ class SlurmCluster:
         return self.folder / "disk"
 
     def start_node(self, node: str) -> None:
-        """Start the slurmd of ``node``, whose own disk is as after a reboot: no sockets and temporary files of before."""
+        """Start the slurmd of ``node``, whose own disk is as after a reboot: no temporary files of before."""
         # A requeued job has the numbers of before, and PMIx names its files by job and step.
         for kind in ("spool", "tmp"):
             for path in (self.folder / f"{kind}-{node}").glob("*pmix*"):

@@ -172,7 +172,14 @@ def elastic(folder: Path, codes: str, answers: str, steps: str) -> Finished:
 @pytest.mark.parametrize(
     ("codes", "answers", "steps", "starts", "code", "message"),
     [
-        ("137 0", "ac", "0 4 9", 2, 0, "lost b; 2 node(s) are left, a c, for 8 rank(s) from step 4"),
+        (
+            "137 0",
+            "ac",
+            "0 4 9",
+            2,
+            0,
+            "lost b; 2 node(s) are left, a c, for 8 rank(s) from step 4",
+        ),
         ("1", "abc", "0 4", 1, 1, "left with 1"),  # a program's error
         ("78", "ac", "0 4", 1, 78, "left with 78"),
         ("65", "ac", "0 4", 1, 65, "left with 65"),
