@@ -6,6 +6,8 @@
 
 EXIT_REQUEUE=75 EXIT_MISCONFIGURED=78
 ASK_S=60 # how long a slurmctld that does not answer is asked again
+ANSWER_S=30 # how long a node may take to answer after a start has failed
+PLACES=()   # options of srun once a node is lost; before, the step has all nodes of the job
 
 # What to type to start the script again: inside of a job $0 is SLURM's copy of it.
 CALLED="${here:-$0}"
@@ -50,6 +52,8 @@ need_module() {
     set -u
 }
 
+is_elastic() { ((${ELASTIC_NODES:-0} > 0)); }
+
 use_machine() {
     local file="$CHECKOUT/slurm/machines/$MACHINE.sh"
     if [[ -z "$MACHINE" ]]; then return; fi
@@ -81,11 +85,21 @@ set_up() {
     if [[ "$LAUNCHER" != srun && "$LAUNCHER" != mpirun ]]; then
         fail "LAUNCHER is '$LAUNCHER', expected srun or mpirun" "LAUNCHER=srun $CALLED"
     fi
-    for name in NODES RANKS_PER_NODE GPUS_PER_NODE CPUS_PER_RANK SIGNAL_S MODEL_PARALLEL; do
+    if [[ "${NODES:-}" =~ ^([1-9][0-9]*)-([1-9][0-9]*)$ ]]; then # the smallest that SLURM may give is enough to go on with
+        export ELASTIC_NODES="${ELASTIC_NODES:-${BASH_REMATCH[1]}}"
+        local given="${SLURM_JOB_NUM_NODES:-0}"
+        if ((given >= BASH_REMATCH[1] && given <= BASH_REMATCH[2])); then NODES="$given"; fi
+    elif [[ -n "${NODES:-}" && ! "$NODES" =~ ^[0-9]+$ ]]; then
+        fail "NODES is '$NODES', expected a number, or two as in 4-8" "NODES=1 $CALLED"
+    fi
+    for name in ELASTIC_NODES RANKS_PER_NODE GPUS_PER_NODE CPUS_PER_RANK SIGNAL_S MODEL_PARALLEL; do
         if [[ -n "${!name:-}" && ! "${!name}" =~ ^[0-9]+$ ]]; then
             fail "$name is '${!name}', expected a number" "$name=1 $CALLED"
         fi
     done
+    if is_elastic && [[ "$LAUNCHER" != srun ]]; then
+        fail "ELASTIC_NODES is $ELASTIC_NODES, and LAUNCHER is $LAUNCHER: only srun can leave a lost node out" "ELASTIC_NODES=0 $CALLED"
+    fi
     export NUMA_OF_RANK="${NUMA_OF_RANK:-}" NIC_OF_RANK="${NIC_OF_RANK:-}" BIND_VERBOSE="${BIND_VERBOSE:-0}" # for bind.sh
     export PYTHONPATH="$CHECKOUT${PYTHONPATH:+:$PYTHONPATH}"
 }
@@ -169,6 +183,7 @@ submit() {
     if [[ -n "${NODES:-}" ]]; then options+=("--nodes=$NODES"); fi
     if [[ -n "${RANKS_PER_NODE:-}" ]]; then options+=("--ntasks-per-node=$RANKS_PER_NODE"); fi
     if [[ -n "${SIGNAL_S:-}" ]]; then options+=("--signal=B:USR1@$SIGNAL_S"); fi
+    if is_elastic && [[ "$script" == */train.sh ]]; then options+=(--no-kill); fi # else SLURM ends the job of a lost node
     options+=("${site_options[@]}")
     say "sbatch ${options[*]} $script $*"
     if [[ "${DRY_RUN:-0}" == 1 ]]; then
@@ -190,9 +205,8 @@ job_name_for_slurm() {
     fi
 }
 
-job_state() {
-    scontrol show job -o "$(job_name_for_slurm)" 2>/dev/null | sed -n '1s/.* JobState=\([A-Z_]*\).*/\1/p' | grep .
-}
+# of_job FIELD: what scontrol show job says now.
+of_job() { scontrol show job -o "$(job_name_for_slurm)" 2>/dev/null | sed -n "1s/.* $1=\([^ ]*\).*/\1/p" | grep .; }
 
 # insist COMMAND...: until it succeeds, for about a minute: one call that a busy slurmctld leaves out must not cost a restart.
 insist() {
@@ -251,7 +265,7 @@ launch() {
         # No --kill-on-bad-exit: with it a rank that ends 0.3 s after the first 75 is killed, and the job's code is 143.
         # Ranks that outlive the first one end by --wait, if not by MPI: also where one has crashed.
         if [[ -n "$MPI_PLUGIN" ]]; then export SLURM_MPI_TYPE="$MPI_PLUGIN"; fi # also of an srun that a rank starts
-        line=(srun ${MPI_PLUGIN:+"--mpi=$MPI_PLUGIN"} "--cpu-bind=$CPU_BIND" --distribution=block:block --wait=30)
+        line=(srun ${MPI_PLUGIN:+"--mpi=$MPI_PLUGIN"} "--cpu-bind=$CPU_BIND" --distribution=block:block --wait=30 "${PLACES[@]}")
         ;;
     # Without the variable: mpirun starts its daemons by an srun of its own, one task per node, for which it is not meant.
     mpirun) line=(env -u SRUN_CPUS_PER_TASK mpirun -n "$RANKS" --map-by "ppr:$RANKS_PER_NODE:node" --bind-to none) ;;
@@ -302,24 +316,106 @@ leave_job() {
         say "REQUEUE=$REQUEUE: saved, and not requeued; the next link of the chain goes on, or the same command"
         exit "$code"
     fi
-    state="$(insist job_state)" || true
+    state="$(insist of_job JobState)" || true
     if [[ "$state" != RUNNING ]]; then # scancel also sends TERM: who cancels a job does not want it back
         say "saved, and not requeued: the job is ${state:-unknown}; the same command goes on from there"
         exit "$code"
     fi
-    say "saved: requeueing $(job_name_for_slurm)"
+    say "requeueing $(job_name_for_slurm)"
     insist scontrol requeue "$(job_name_for_slurm)" ||
         say "not requeued within $ASK_S s, perhaps never on this site; the same command goes on, or a chain: slurm/chain.sh"
     sleep 5 # SLURM ends this shell; should it be slow, the job must not end by itself meanwhile
     exit "$code"
 }
 
+# --- nodes that are lost in a job of --no-kill
+
+# answering: names of the job's nodes that start a process.
+answering() {
+    local nodes number
+    nodes="$(of_job NodeList)" # without those that SLURM has taken from the job
+    number="$(scontrol show hostnames "$nodes" | wc -l)"
+    # shellcheck disable=SC2016  # for the shell on each node
+    { timeout --kill-after=10 "$ANSWER_S" srun --overlap --mem=0 --mpi=none --nodes="$number" --ntasks="$number" \
+        --ntasks-per-node=1 --nodelist="$nodes" --wait=0 bash -c 'echo "$SLURMD_NODENAME"' </dev/null 2>/dev/null || true; } |
+        sort | grep .
+}
+
+# guard: where the first node is lost, the script is gone, and SLURM would keep the job until its time is over. The last
+# node sees to that.
+guard() {
+    local name="$1" end="$2" first nodes
+    trap '' USR1
+    while sleep 30; do
+        read -r first nodes < <(squeue --noheader --format='%B %N' --jobs="$name") || continue
+        if ! scontrol show hostnames "$nodes" | grep -qx "$first"; then scontrol "$end" "$name" || scancel "$name"; fi
+    done
+}
+
+start_guard() {
+    local last end=requeue
+    if ((SLURM_JOB_NUM_NODES < 2)); then return; fi
+    last="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)"
+    if [[ "$REQUEUE" != 1 ]]; then end=none; fi # no word of scontrol: scancel
+    srun --overlap --mem=0 --mpi=none --nodes=1 --ntasks=1 --nodelist="$last" \
+        bash -c "$(declare -f guard); guard $(job_name_for_slurm) $end" </dev/null >/dev/null 2>&1 &
+    GUARD=$!
+}
+
+# saved_step ARGUMENTS...: step of the run's newest checkpoint.
+saved_step() {
+    "$PYTHON" -c 'from hpczero import train
+from hpczero.run.results.folder import RunFolder
+print(RunFolder.of(train.options()[0].run).newest_step())' "$@" 2>/dev/null # what is wrong the command says itself
+}
+
+# without_lost CODE STEP: whether a start that ended with CODE has lost a node, and the run can go on without it. Says so;
+# sets PLACES, RANKS and what SLURM has told of the job. A program that fails on nodes that all answer is not started again.
+without_lost() {
+    local code="$1" state left lost number
+    case "$code" in 0 | 65 | "$EXIT_REQUEUE" | "$EXIT_MISCONFIGURED") return 1 ;; esac
+    state="$(insist of_job JobState)" || true
+    if [[ "$state" != RUNNING ]]; then return 1; fi
+    if ! left="$(insist answering)"; then
+        say "exit code $code, and no node answers"
+        return 1
+    fi
+    lost="$(comm -23 <(scontrol show hostnames "$SLURM_JOB_NODELIST" | sort) <(echo "$left") | paste -sd,)"
+    number="$(wc -l <<<"$left")"
+    if [[ -z "$lost" ]]; then return 1; fi
+    SLURM_JOB_NUM_NODES="$number" SLURM_JOB_NODELIST="$(scontrol show hostlist "$(paste -sd, <<<"$left")")"
+    RANKS=$((number * RANKS_PER_NODE))
+    # --overlap: SLURM may hold the cores of the step before until it has found out by itself.
+    PLACES=(--overlap "--nodes=$number" "--ntasks=$RANKS" "--nodelist=$SLURM_JOB_NODELIST")
+    say "exit code $code: lost $lost; $number node(s) are left, $SLURM_JOB_NODELIST, for $RANKS rank(s) from step $2"
+}
+
 # train ARGUMENTS...: the training command as one job.
 train() {
     enter_job
-    local rc=0
-    launch "$PYTHON" -m hpczero.train "$@" || rc=$?
-    leave_job "$rc"
+    local rc=0 step=0 before="" fruitless=0
+    if ! is_elastic || ! in_batch; then # else the same command again may not be meant to go on
+        launch "$PYTHON" -m hpczero.train "$@" || rc=$?
+        leave_job "$rc"
+    fi
+    step="$(saved_step "$@")" || true
+    while :; do
+        GUARD="" rc=0 before="$step"
+        start_guard
+        launch "$PYTHON" -m hpczero.train "$@" || rc=$?
+        if [[ -n "$GUARD" ]]; then kill "$GUARD" 2>/dev/null || true; fi
+        step="$(saved_step "$@")" || step="$before"
+        without_lost "$rc" "$step" || leave_job "$rc"
+        if ((step == before)); then ((++fruitless)); else fruitless=0; fi
+        if ((fruitless >= 2)); then
+            say "two starts in a row have saved nothing after step $step"
+            leave_job "$rc"
+        fi
+        if ((SLURM_JOB_NUM_NODES < ELASTIC_NODES)); then
+            say "too few: ELASTIC_NODES is $ELASTIC_NODES"
+            leave_job "$EXIT_REQUEUE" # as SLURM does itself where a job is not elastic
+        fi
+    done
 }
 
 # --- scaling studies

@@ -42,8 +42,8 @@ fingerprint() {
 # on_each_node LIMIT_S VERB ARGUMENTS...: on_node.sh on every node of the job, once. A disk that hangs ends it.
 on_each_node() {
     timeout --kill-after=10 "$1" \
-        srun --mpi=none --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-        --wait=0 bash "$CHECKOUT/slurm/on_node.sh" "${@:2}" </dev/null
+        srun --mpi=none --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+        "${PLACES[@]}" --ntasks="$SLURM_JOB_NUM_NODES" --wait=0 bash "$CHECKOUT/slurm/on_node.sh" "${@:2}" </dev/null
 }
 
 # of_info NAME: a word of ARCHIVE.info.

@@ -10,6 +10,7 @@
 #
 #   sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 slurm/train.sh run.toml
 #   NODES=4 RANKS_PER_NODE=8 GPUS_PER_NODE=8 CPUS_PER_RANK=12 TIME=12:00:00 slurm/train.sh run.toml
+#   NODES=4-8 RANKS_PER_NODE=8 GPUS_PER_NODE=8 slurm/train.sh run.toml --run.exact require   as many as there are; may lose some
 #
 # Give the run a --run.name: a run goes on where the last job with its name stopped.
 set -euo pipefail

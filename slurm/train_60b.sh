@@ -50,6 +50,10 @@ CHECKOUT="${CHECKOUT:-$(cd -- "$(dirname -- "$here")/.." && pwd)}"
 # shellcheck source-path=SCRIPTDIR source=lib.sh
 source "$CHECKOUT/slurm/lib.sh"
 set_up
+if is_elastic; then
+    fail "ELASTIC_NODES is $ELASTIC_NODES, and here the number of ranks says how many sequences a step has" \
+        "NODES=25 ELASTIC_NODES=0 $CALLED   # or train.sh with --run.exact require"
+fi
 
 # As far as the node goes, ranks share every layer; what is left of MODEL_PARALLEL are stages of a pipeline.
 if ((MODEL_PARALLEL < 1)); then fail "MODEL_PARALLEL is $MODEL_PARALLEL, expected at least 1" "MODEL_PARALLEL=16 $CALLED"; fi

@@ -168,6 +168,14 @@ TABLE = {
     "NODES=4 slurm/preflight.sh --directory runs": DRY,
     "NODES=25 GPUS_PER_NODE=16 slurm/preflight.sh --directory runs": DRY,
     "NODES=4 RANKS_PER_NODE=8 GPUS_PER_NODE=8 CPUS_PER_RANK=12 slurm/train.sh run.toml": DRY,
+    "NODES=4-8 RANKS_PER_NODE=8 GPUS_PER_NODE=8 slurm/train.sh run.toml --run.exact require "
+    "--train.global_batch 64": DRY,
+    "NODES=8 ELASTIC_NODES=6 RANKS_PER_NODE=8 slurm/train.sh run.toml --run.exact require "
+    "--train.global_batch 64": DRY,
+    "ELASTIC_NODES=4 sbatch --no-kill --nodes=4-8 --ntasks-per-node=8 slurm/train.sh run.toml": (
+        Verdict("ask", needs=CLUSTER)
+    ),
+    "scontrol update JobId=JOB NumTasks=N": Verdict("no", needs="A requeued job waits"),
     "ACCOUNT=... slurm/weak_scaling.sh": DRY,
     "NODES=4 RANKS_PER_NODE=8 slurm/chain.sh 5 slurm/train.sh run.toml": DRY,
     "slurm/train.sh ARGUMENTS": DRY,

@@ -258,6 +258,12 @@ def test_number_of_ranks_is_the_launchers_and_a_new_run_leaves_nothing(tmp_path:
     assert os.listdir(tmp_path) == []
 
 
+def test_exact_run_goes_on_whatever_its_micro_batch_was_by_default(folder: Path) -> None:
+    words = {"run__name": "leaves", "run__exact": "require", "train__global_batch": "3"}
+    train(folder, ranks=1, train__steps=1, **words).ended()
+    assert said(config_of(folder, train__steps="2", **words)) == ""
+
+
 def test_ranks_that_share_layers_have_one_batch_between_them(tmp_path: Path) -> None:
     """Of four ranks two have samples of their own, so an even batch will do, and an odd one will not."""
     four = Environment(launched_ranks=4)

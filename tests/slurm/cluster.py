@@ -98,9 +98,11 @@ class SlurmCluster:
         return self.folder / "disk"
 
     def start_node(self, node: str) -> None:
-        """Start the slurmd of ``node``, whose own disk is as after a reboot: no sockets of before."""
-        for socket in (self.folder / f"spool-{node}").glob("*.slurm.pmix.*"):
-            socket.unlink()
+        """Start the slurmd of ``node``, whose own disk is as after a reboot: no temporary files of before."""
+        # A requeued job has the numbers of before, and PMIx names its files by job and step.
+        for kind in ("spool", "tmp"):
+            for path in (self.folder / f"{kind}-{node}").glob("*pmix*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         # A disk of the node's own, under the same name on every node: only slurmd and its jobs see this mount.
         disk = f"mount -t tmpfs -o size={DISK_NBYTES},mode=1777 {node} {self.disk}"
         slurmd = f"{disk} && exec slurmd -D -N {node} -f {self.configuration}"

@@ -253,3 +253,55 @@ def test_lost_node_is_replaced_and_the_run_goes_on_from_its_checkpoint(submit: S
     assert steps[0] == 0
     assert steps[1] >= 20
     assert steps[1] % 20 == 0
+
+
+@pytest.mark.limit(200)
+@pytest.mark.slow
+def test_elastic_job_loses_a_node_goes_on_in_place_and_later_on_more_with_the_same_bits(
+    submit: Submitter, tmp_path: Path
+) -> None:
+    steps = 60
+    options: dict[str, Any] = {
+        "run__name": "r",
+        "run__exact": "require",
+        "model__preset": "gpt-nano",
+        "model__layers": 2,
+        "model__hidden": 64,
+        "model__heads": 4,
+        "train__global_batch": 8,
+        "train__steps": steps,
+        "checkpoint__every": 2,
+    }
+    job = submit.train(variables={"NODES": "3", "ELASTIC_NODES": "2"}, **options)
+    job.wait_for_steps(5)
+    first, lost, last = job.nodes
+    job.cluster.kill_node(lost)
+    alone = {key.replace("__", "."): value for key, value in options.items()}
+    alone |= {**OPTIONS, "run.folder": tmp_path / "alone"}
+    whole = run_ranks(1, ["-m", "hpczero.train", *words_of(alone)], timeout=90)
+    try:
+        job.wait(lambda: begun(job) == 2, "the start without the lost node")
+    finally:
+        job.cluster.start_node(lost)
+    assert job.field("Restarts") == "0"
+    assert job.nodes == [first, last]
+    (line,) = (line for line in job.log.splitlines() if f": lost {lost}; " in line)
+    resumed = job.attempts[-1]["step"]
+    assert line.endswith(f"2 node(s) are left, host[1,3], for 2 rank(s) from step {resumed}")
+    assert 4 <= resumed < steps
+    job.wait(lambda: job.metrics[-1]["step"] > resumed + 2, "steps on 2 ranks")
+    job.scancel("--signal=USR1", "--batch")
+    job.wait(lambda: job.field("Restarts") == "1", "the requeue")
+    job.ends_with(0)
+
+    assert whole.returncode == 0, whole
+    starts = [e for e in job.attempts if e["event"] == "start"]
+    assert [e["ranks"] for e in starts] == [3, 2, 3]
+    assert {e["job"] for e in starts} == {job.number}
+    expected = tmp_path / "alone" / "r"
+    lines = (expected / "metrics.jsonl").read_text().splitlines()
+    losses = {m["step"]: m["loss"] for m in map(json.loads, lines)}
+    assert {m["step"]: m["loss"] for m in job.metrics} == losses
+    assert sorted(losses) == list(range(1, steps + 1))
+    weights = (submit.folder / "runs/r/model.safetensors").read_bytes()
+    assert weights == (expected / "model.safetensors").read_bytes()

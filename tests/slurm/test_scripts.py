@@ -75,6 +75,10 @@ def test_60b_dry_run_shows_the_plan_for_400_ranks_and_the_line(submit: Submitter
         ("train.sh", {"SIGNAL_S": "10m"}, "SIGNAL_S is '10m', expected a number"),
         ("strong_scaling.sh", {"RANKS": "16 many"}, "RANKS is '16 many', expected numbers"),
         ("train.sh", {"NODES": "two"}, "NODES is 'two', expected a number"),
+        ("train.sh", {"NODES": "2-"}, "NODES is '2-', expected a number, or two as in 4-8"),
+        ("train.sh", {"ELASTIC_NODES": "half"}, "ELASTIC_NODES is 'half', expected a number"),
+        ("train.sh", {"NODES": "2-3", "LAUNCHER": "mpirun"}, "ELASTIC_NODES is 2, and LAUNCHER"),
+        ("train_60b.sh", {"NODES": "20-25"}, "ELASTIC_NODES is 20, and here the number of ranks"),
         ("train.sh", {"LAUNCHER": "ssh"}, "LAUNCHER is 'ssh', expected srun or mpirun"),
         ("train.sh", {"SBATCH_OPTIONS": "--gpus-per-node=99"}, "SLURM refused the job"),
         ("point.sh", {}, "no command"),
@@ -117,6 +121,88 @@ def test_sizes_that_are_not_those_of_the_job_are_refused_in_it(
     assert f"{name} is {value}, but SLURM gave {given}:" in job.log
     assert f" {script} " in job.log  # what to type, and not SLURM's copy
     assert "slurm_script" not in job.log
+
+
+@pytest.mark.parametrize(
+    ("nodes", "minimum", "kept"), [("2-3", "", True), ("2-3", "0", False), ("2", "", False)]
+)
+def test_job_of_a_range_of_nodes_outlives_one_unless_it_is_told_not_to(
+    submit: Submitter, nodes: str, minimum: str, kept: bool
+) -> None:
+    shown = submit.script("train.sh", DRY_RUN="1", NODES=nodes, ELASTIC_NODES=minimum)
+    assert shown.returncode == 0, shown
+    line = next(line for line in shown.stdout.splitlines() if line.startswith("slurm: sbatch "))
+    assert f"--nodes={nodes}" in line.split()
+    assert ("--no-kill" in line.split()) == kept
+
+
+def test_job_of_a_range_of_nodes_takes_what_there_is(submit: Submitter) -> None:
+    # SLURM 22.05 gives no more nodes than the least number has ranks.
+    job = submit.job("point.sh", "true", NODES="2-3", RANKS_PER_NODE="2", GPUS_PER_NODE="2")
+    job.ends_with(0)
+    assert "3 node(s) x 2 rank(s) on host[1-3]" in job.log
+
+
+def elastic(folder: Path, codes: str, answers: str, steps: str) -> Finished:
+    """``train`` on three nodes, a, b and c, by a SLURM of shell functions.
+
+    Args:
+        folder: whose file ``starts`` gets a line for each start.
+        codes: with which the starts end.
+        answers: nodes that answer after each start, as ``ab``.
+        steps: that are saved at first, and after each start.
+    """
+    program = f"""
+        ELASTIC_NODES=2 HPCZERO_SERIES=s SLURM_JOB_NUM_NODES=3 SLURM_JOB_NODELIST='a b c' RANKS_PER_NODE=4
+        codes=({codes}) answers=({answers}) steps=({steps}) start=0
+        in_batch() {{ true; }}
+        enter_job() {{ true; }}
+        start_guard() {{ true; }}
+        of_job() {{ echo RUNNING; }}
+        scontrol() {{ if [[ "$2" == hostnames ]]; then tr ' ' '\n' <<<"$3"; else tr , ' ' <<<"$3"; fi; }}
+        answering() {{ grep -o . <<<"${{answers[start - 1]}}"; }}
+        saved_step() {{ echo "${{steps[start]}}"; }}
+        launch() {{ echo "${{PLACES[*]}}" >>{folder}/starts; return "${{codes[start++]}}"; }}
+        leave_job() {{ echo "left with $1"; exit "$1"; }}
+        PYTHON=python train
+    """
+    return in_lib(program)
+
+
+@pytest.mark.parametrize(
+    ("codes", "answers", "steps", "starts", "code", "message"),
+    [
+        (
+            "137 0",
+            "ac",
+            "0 4 9",
+            2,
+            0,
+            "lost b; 2 node(s) are left, a c, for 8 rank(s) from step 4",
+        ),
+        ("1", "abc", "0 4", 1, 1, "left with 1"),  # a program's error
+        ("78", "ac", "0 4", 1, 78, "left with 78"),
+        ("65", "ac", "0 4", 1, 65, "left with 65"),
+        ("75", "ac", "0 4", 1, 75, "left with 75"),
+        ("86 0", "ac", "0 4 9", 2, 0, "lost b"),  # a rank that waited for the lost node
+        ("137", "a", "0 4", 1, 75, "too few: ELASTIC_NODES is 2"),
+        ("137", "abc", "4 4", 1, 137, "left with 137"),
+        ("137 1", "ab ab", "4 4 4", 2, 1, "left with 1"),
+    ],
+)
+def test_start_that_failed_is_made_again_only_where_a_node_is_lost(
+    tmp_path: Path, codes: str, answers: str, steps: str, starts: int, code: int, message: str
+) -> None:
+    said = elastic(tmp_path, codes, answers, steps)
+    assert said.returncode == code, said
+    assert message in said.stdout, said
+    assert len((tmp_path / "starts").read_text().splitlines()) == starts
+
+
+def test_two_starts_that_saved_nothing_are_the_last(tmp_path: Path) -> None:
+    said = elastic(tmp_path, "137 137 0", "ab a", "4 4 4 4")
+    assert said.returncode == 137, said
+    assert "two starts in a row have saved nothing after step 4" in said.stdout
 
 
 def test_several_and_hidden_partitions_are_taken(submit: Submitter) -> None:

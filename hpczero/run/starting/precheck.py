@@ -199,7 +199,8 @@ def _check(config: RunConfig, model: GPTConfig | None, environment: Environment)
     for algorithms in (config.parallel.algorithms, environment.algorithms):
         check_algorithms(algorithms)
     if at_rest or config.resume.from_ not in ("auto", "never"):
-        source = resume.choose(config.pinned(batch.global_batch), folder)
+        leaf = batch.micro_batch if batch.leaves else None
+        source = resume.choose(config.pinned(batch.global_batch, leaf), folder)
         if source is None and config.run.name != DEFAULT_RUN:  # that one makes room
             folder.refuse_older(config.run)
 
