@@ -79,6 +79,7 @@ def end_finished(run: Run, found: Found | None) -> int:
         sharding.collectives.stats.seconds,
     )
     _write_weights(run)
+    run.checkpoints.forget_copies()
     with run.given.topology.agreed("write the results"):
         if run.given.topology.is_root:
             draw_meanwhile(run, -math.inf)
@@ -200,7 +201,8 @@ def take_steps(run: Run) -> int:
             measured = None
             if run.records is not None:
                 measured = metrics_of(run, taken, done, found)
-                run.records.note(measured, durable=checkpoints.is_due(done, wish))
+                durable = checkpoints.is_due(done, wish) or checkpoints.is_copied(done, wish)
+                run.records.note(measured, durable=durable)
             with taken.watch.phase("checkpoint"):
                 samples = done * run.batch.global_batch
                 checkpoints.after_step(done, {**run.identity, "samples": samples}, wish)
