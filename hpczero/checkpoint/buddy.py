@@ -475,8 +475,8 @@ def _share(dataset: Dataset, ranks: Sequence[int], topology: Topology) -> int:
 
 def _nodes_of(manifest: Manifest, path: Path) -> list[list[int]]:
     """Ranks of each node that wrote. Raises CorruptCheckpoint: the manifest does not name each rank once."""
-    nodes: Any = manifest.meta.get(META)
-    sound = isinstance(nodes, list) and all([isinstance(ranks, list) for ranks in nodes])
+    nodes = manifest.meta.get(META, ())
+    sound = isinstance(nodes, list) and all(isinstance(ranks, list) for ranks in nodes)
     ranks = {rank for ranks in nodes for rank in ranks if type(rank) is int} if sound else set()
     count = manifest.world_size
     if sorted(ranks) != list(range(count)) or sum(len(each) for each in nodes) != len(ranks):
