@@ -121,7 +121,15 @@ class Move(NamedTuple):
 class MemoryCopies:
     """The copies of one run. Methods are collective over the topology's world unless they say otherwise."""
 
-    def __init__(self, folder: str, run: Path, topology: Topology, *, every: int) -> None:
+    def __init__(
+        self,
+        folder: str,
+        run: Path,
+        topology: Topology,
+        *,
+        every: int,
+        slab_nbytes: int = on_disk.SLAB_NBYTES,
+    ) -> None:
         """Not collective.
 
         Args:
@@ -129,13 +137,17 @@ class MemoryCopies:
             run: folder of the run, which names the copies; the same in each start.
             topology: its nodes hold the copies.
             every: steps between copies; 0: there are none.
+            slab_nbytes: bytes that one digest covers.
         """
         place = os.path.abspath(run)  # without a look at the shared disk
         name = f"{run.name[:64]}-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
         self._user = Path(folder) / f"hpczero-{os.getuid()}"
         self._run = self._user / name
+        # Of a node that holds none: a few slabs, which never count as a copy.
+        self._reading = self._run / f"reading-{topology.node_index}"
         self._topology = topology
         self._every = every
+        self._slab_nbytes = slab_nbytes
         self._found: Copy | None = None
         self._inventory: Inventory | None = None  # the same for every copy with this plan
 
@@ -246,16 +258,22 @@ class MemoryCopies:
             CheckpointMismatch: as ``load_one``.
         """
         assert self._found is not None, "find has found one"
+        topology = self._topology
         sharding.unfreezing.settle()
-        with self._topology.watchdog.operation("a load of copies in memory"):
-            return load_one(self._bring(self._found), sharding, asked_for=True)
+        with topology.watchdog.operation("a load of copies in memory"):
+            try:
+                return load_one(self._bring(self._found), sharding, asked_for=True)
+            finally:
+                if topology.local_rank == 0:
+                    shutil.rmtree(self._reading, ignore_errors=True)
 
     def _bring(self, copy: Copy) -> Path:
         """Have every slab on the node whose rank will read it. Returns the folder to read on this node."""
         topology, held = self._topology, copy.held[self._topology.node_index]
-        path = Path(held[0].path) if held else self._path(copy.manifest.step, copy.token)
+        path = Path(held[0].path) if held else self._reading
         with stage(topology, "make room for a copy in memory"):
             if topology.local_rank == 0 and not held:
+                shutil.rmtree(path, ignore_errors=True)  # of a load that was killed
                 self._make(path, copy.manifest.file_nbytes)
                 write_text(path / MANIFEST_FILE, copy.manifest.to_json())
         by_reader: dict[int, list[Move]] = {}
@@ -331,7 +349,13 @@ class MemoryCopies:
             sharding.unfreezing.settle()
             if self._inventory is None or self._inventory.plan is not sharding.plan:
                 self._inventory = Inventory.create(sharding)
-            snapshot = take(sharding, step=step, extra=extra, inventory=self._inventory)
+            snapshot = take(
+                sharding,
+                step=step,
+                extra=extra,
+                slab_nbytes=self._slab_nbytes,
+                inventory=self._inventory,
+            )
             token = topology.broadcast_text(secrets.token_hex(4))
             path = self._path(step, token)
             try:
