@@ -37,14 +37,14 @@ def parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("hpczero-*/*/node-*/step-*"))
 
 
-def copied(world: World, folder: Path, *, steps: int = 3) -> tuple[Any, list[float]]:
+def copied(world: World, folder: Path, *, steps: int = 3) -> Any:
     """Train, copy after ``steps``, and say what the state is then and how training goes on."""
     program = Program(world.topology)
     program.train(steps)
     copies_of(world, folder).save(hpczero.sharding(program.model), steps, program.extra())
     found = state(program)
     program.close()
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def nodes_of(kind: str, size: int) -> list[int]:
@@ -84,7 +84,8 @@ def test_two_lost_neighbours_are_told_of(
 ) -> None:
     with on_nodes(world.comm, range(3)) as nodes:
         copied(nodes, folder)
-        world.on_root(lambda: [shutil.rmtree(path.parent) for path in parts(folder)[1:]])
+        for path in parts(folder)[1:]:
+            world.on_root(shutil.rmtree, path.parent)
         copies = copies_of(nodes, folder)
         copies.find()
         world.check(copies.step == 0)
