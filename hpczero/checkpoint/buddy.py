@@ -173,9 +173,10 @@ class MemoryCopies:
             return
         mine: list[Held] = []
         wrong: list[str] = []
+        hosts = topology.world.hosts()
         with topology.agreed("look for copies in memory"):
             if topology.local_rank == 0 and self._is_ours():
-                mine, wrong = self._seen()
+                mine, wrong = self._seen(hosts)
         said = [json.loads(text) for text in topology.world.gather_text(json.dumps([mine, wrong]))]
         found = [[Held(*entry) for entry in entries] for entries, _ in said]
         for text in (text for _, texts in said for text in texts) if topology.is_root else ():
@@ -207,12 +208,14 @@ class MemoryCopies:
             return own and not found.st_mode & 0o077
         return False
 
-    def _seen(self) -> tuple[list[Held], list[str]]:
-        """What this node holds, and what is wrong with the rest. Emulated nodes share out what the host has."""
+    def _seen(self, hosts: Sequence[str]) -> tuple[list[Held], list[str]]:
+        """What this node holds, and what is wrong with the rest. Emulated nodes share out what their host has."""
         world = self._topology.world
         folders = sorted(self._run.glob("node-*"))
         if world.faked:
-            folders = folders[world.node_index :: world.num_nodes]
+            first = [ranks[0] for ranks in world.nodes]
+            here = [node for node, rank in enumerate(first) if hosts[rank] == hosts[world.rank]]
+            folders = folders[here.index(world.node_index) :: len(here)]
         held, wrong = [], []
         for path in (path for folder in folders for path in sorted(folder.glob("step-*"))):
             if not (path / MANIFEST_FILE).exists():  # its job was killed meanwhile

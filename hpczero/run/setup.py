@@ -23,6 +23,7 @@ from hpczero.job.signals import Signals
 from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
+from hpczero.options.reading import load_toml
 from hpczero.plan.sizing import Batch
 from hpczero.planner.choice import Foretold
 from hpczero.run.balance import Balance, balance_of
@@ -367,7 +368,12 @@ def _start_records(
         lock.lock.check()  # a job that stood still may have been taken for dead since it took the folder
         if begin.resumed:
             resume.tell_changes(folder, config)
-            folder.go_on(begin.config)
+            kept = begin.config
+            if (
+                begin.in_memory
+            ):  # copies may be lost: until it has saved, it has begun where it began
+                kept = replace(kept, resume=load_toml(folder.config, RunConfig).resume)
+            folder.go_on(kept)
         else:
             lock.make_room(config.run)
             folder.create(config)

@@ -121,6 +121,29 @@ def test_damaged_copy_is_refused(
 
 
 @pytest.mark.ranks(2)
+def test_copy_that_a_kill_left_unfinished_does_not_count_and_goes(
+    world: World, folder: Path
+) -> None:
+    def leave() -> None:
+        for path in parts(folder):
+            left = path.with_name("step-000000004-0123abcd")
+            shutil.copytree(path, left)
+            (left / "manifest.json").unlink()
+
+    with on_nodes(world.comm, range(2)) as nodes:
+        copied(nodes, folder)
+        world.on_root(leave)
+        copies = copies_of(nodes, folder)
+        copies.find()
+        world.check(copies.step == 3)
+        world.check(steps_of(parts(folder)) == [3, 4, 3, 4])
+        world.comm.Barrier()
+        copies.keep_found()
+        world.comm.Barrier()
+        world.check(steps_of(parts(folder)) == [3, 3])
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_failed_copy_leaves_the_one_before(
     world: World, folder: Path, failing: int, monkeypatch: pytest.MonkeyPatch
