@@ -193,8 +193,8 @@ class RunCheckpoints:
             self._copies.keep()
             if not newest:
                 raise CorruptCheckpoint(
-                    f"{error}; no checkpoint is on the disk. The copies in memory are removed: the same command begins "
-                    "anew"
+                    f"{error}; no checkpoint is on the disk, and the copies in memory are removed now. Begin anew with "
+                    "--run.overwrite true, or choose another --run.name"
                 ).on_all_ranks() from error
             if topology.is_root:
                 logger.warning("the copies in memory of step %d are not used: %s", step, error)

@@ -79,11 +79,11 @@ def end_finished(run: Run, found: Found | None) -> int:
         sharding.collectives.stats.seconds,
     )
     _write_weights(run)
-    run.checkpoints.forget_copies()
     with run.given.topology.agreed("write the results"):
         if run.given.topology.is_root:
             draw_meanwhile(run, -math.inf)
             run.attempts.end(config.train.steps, 0)
+    run.checkpoints.forget_copies()
     if found is not None:
         log.info("held-out loss: %s", run.reading.loss_in_words(found.loss))
     if found is not None and found.metric is not None:

@@ -167,6 +167,24 @@ def test_damaged_copies_are_refused_and_the_disk_is_taken(
 
 
 @pytest.mark.slow
+def test_damaged_copies_without_a_checkpoint_are_an_error_that_says_what_to_do(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    series = Series(tmp_path, "--checkpoint.buddy", "2", "--checkpoint.every", "100")
+    code, said = series.start(2, "2x1", dies_after=3)
+    assert code != 0, said
+    for node in series.nodes:
+        for path in node.glob("*/state.h5"):
+            path.write_bytes(bytes(path.stat().st_size))
+    code, said = series.start(2, "2x1")
+    assert code == 65, said
+    assert "no checkpoint is on the disk" in said, said
+    code, said = series.start(2, "2x1", "--run.overwrite", "true")
+    assert code == 0, said
+    check_equal(series, undisturbed)
+
+
+@pytest.mark.slow
 def test_copies_that_lack_slabs_are_refused(tmp_path: Path, undisturbed: Path) -> None:
     series = Series(tmp_path, "--checkpoint.buddy", "2", "--checkpoint.every", "5")
     code, said = series.start(3, "3x1", dies_after=7)
