@@ -359,7 +359,7 @@ def write(
     """
     temporary: Path | None = None
     try:
-        with _stage(topology, "prepare the checkpoint"):
+        with stage(topology, "prepare the checkpoint"):
             if writer != "auto":
                 writer_for(writer)  # refuses what cannot be
             text = ""
@@ -373,8 +373,8 @@ def write(
         temporary = Path(path)
         placed = [Dataset(**{**entry, "digests": ()}) for entry in entries]
         parts = [replace(part, dataset=d) for part, d in zip(snapshot.parts, placed, strict=True)]
-        written = _write_parts(parts, temporary / STATE_FILE, topology, writer_for(writer), at)
-        with _stage(topology, "commit the checkpoint"):
+        written = write_parts(parts, temporary / STATE_FILE, topology, writer_for(writer), at)
+        with stage(topology, "commit the checkpoint"):
             target = folder.path
             if topology.is_root:
                 manifest = manifest_of(
@@ -420,41 +420,51 @@ def _create_file(snapshot: Snapshot, folder: Path, writer: str) -> tuple[str, li
     return writer, [asdict(dataset) for dataset in datasets]
 
 
-def _write_parts(
-    parts: list[DatasetPart], path: Path, topology: Topology, kind: type[Writer], at: Milestone
+def write_parts(
+    parts: list[DatasetPart],
+    path: Path,
+    topology: Topology,
+    kind: Callable[[Path], Writer],
+    at: Milestone = lambda name: None,
 ) -> list[Dataset]:
-    """Fill the datasets, and return them with their digests, complete on rank 0. Collective over world."""
+    """Fill the datasets, and return them with their digests, complete on rank 0. Collective over world.
+
+    ``kind`` makes the writer of the file ``path``; ``at`` is told of milestones.
+
+    Raises:
+        CheckpointNotWritten: on every rank.
+    """
     writer: Writer | None = None
     mine: list[list[str]] = []
     try:
         # Two stages: a rank that cannot open it must not leave the others waiting in MPI-IO.
-        with _stage(topology, "open the file"):
+        with stage(topology, "open the file"):
             writer = kind(path)
-        with _stage(topology, "join in", collective="opening the file"):
+        with stage(topology, "join in", collective="opening the file"):
             writer.join(topology.world.comm)
         for part in parts:
             dataset = part.dataset
-            with _stage(topology, f"read {dataset.name} out of the model"):
+            with stage(topology, f"read {dataset.name} out of the model"):
                 held = part.values()
             exchange = DatasetExchange(topology.world.comm, topology.watchdog, part.held)
             digests: list[str] = []
             for windows in exchange.rounds(dataset):
                 window = windows[topology.rank]
                 # Before ranks wait for one another: what rests on a tier may be lost on one of them.
-                with _stage(topology, f"read {dataset.name} out of the model"):
+                with stage(topology, f"read {dataset.name} out of the model"):
                     values = [held[place] for place in exchange.places(windows)]
                 slabs = exchange.to_slabs(values, windows).numpy()
                 del values
                 data = slabs if dataset.dtype != "|u1" else slabs.astype(np.uint8, copy=False)
                 what = f"write {dataset.name}"
-                with _stage(topology, what, collective=f"writing {dataset.name}"):
+                with stage(topology, what, collective=f"writing {dataset.name}"):
                     for start in range(0, len(data), dataset.slab_numel):
                         digests.append(digest(data[start : start + dataset.slab_numel]))
                     writer.write(dataset, window.start, data)
             del held  # with windows of a tier
             mine.append(digests)
             at(f"wrote {dataset.name}")
-        with _stage(topology, "close it", collective="closing the file"):
+        with stage(topology, "close it", collective="closing the file"):
             writer.close()
         at("closed")
     except BaseException:
@@ -473,7 +483,7 @@ def _write_parts(
 
 
 @contextlib.contextmanager
-def _stage(topology: Topology, what: str, *, collective: str = ""):  # type: ignore[no-untyped-def]  # as agreed
+def stage(topology: Topology, what: str, *, collective: str = ""):  # type: ignore[no-untyped-def]  # as agreed
     """``topology.agreed``, in which an error of the system becomes a CheckpointNotWritten."""
     with contextlib.ExitStack() as stack:
         if collective:

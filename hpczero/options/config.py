@@ -530,6 +530,8 @@ class CheckpointOptions:
         writer: mpio (parallel HDF5), posix (the same file without MPI-IO); auto: mpio where it is safe.
         required: end the run where a checkpoint cannot be written; otherwise it is a warning.
         stripes: storage targets of Lustre that a checkpoint is spread over; -1: all; 0: as the folder says.
+        buddy: steps between copies in memory of two nodes each, for the loss of one node; 0: none.
+        buddy_folder: where such copies lie: a folder in memory of every node.
     """
 
     every: int = 100
@@ -538,10 +540,13 @@ class CheckpointOptions:
     writer: Literal["auto", "mpio", "posix"] = "auto"
     required: bool = False
     stripes: int = 0
+    buddy: int = 0
+    buddy_folder: str = "/dev/shm"
 
     def __post_init__(self) -> None:
         require(self.stripes >= -1, "checkpoint.stripes", self.stripes, "-1 or more")
-        require_amount("checkpoint", self, "every")
+        require_amount("checkpoint", self, "every", "buddy")
+        require_path("checkpoint.buddy_folder", self.buddy_folder)
         require_positive("checkpoint", self, "keep")
 
 
@@ -669,6 +674,11 @@ class RunConfig:
             raise ConfigError(
                 f"check.leaves: got {self.check.leaves} with parallel.pipeline {self.parallel.pipeline}, whose stages "
                 "compute micro-batches in a fixed order; expected none, or parallel.pipeline 1"
+            )
+        if self.groups > 1 and self.checkpoint.buddy:
+            raise ConfigError(
+                f"checkpoint.buddy: got {self.checkpoint.buddy} with local.steps, whose averages lie on the disk and "
+                "may be of later steps; expected 0, or no local.steps"
             )
         for name, on in (("train.balance", self.train.balance), ("local.steps", self.groups > 1)):
             if on and self.run.exact != "off":

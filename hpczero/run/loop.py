@@ -84,6 +84,7 @@ def end_finished(run: Run, found: Found | None) -> int:
         if run.given.topology.is_root:
             draw_meanwhile(run, -math.inf)
             run.attempts.end(config.train.steps, 0)
+    run.checkpoints.forget_copies()
     if found is not None:
         log.info("held-out loss: %s", run.reading.loss_in_words(found.loss))
     if found is not None and found.metric is not None:
@@ -204,7 +205,8 @@ def take_steps(run: Run) -> int:
             measured = None
             if run.records is not None:
                 measured = metrics_of(run, taken, done, found)
-                run.records.note(measured, durable=checkpoints.is_due(done, wish))
+                durable = checkpoints.is_due(done, wish) or checkpoints.is_copied(done, wish)
+                run.records.note(measured, durable=durable)
             with taken.watch.phase("checkpoint"):
                 samples = done * run.batch.global_batch
                 checkpoints.after_step(done, {**run.identity, "samples": samples}, wish)

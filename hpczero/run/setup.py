@@ -14,6 +14,7 @@ import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.activations import Checkpointing
 from hpczero.adapters.base import Adapter
+from hpczero.checkpoint.buddy import MemoryCopies
 from hpczero.data.batches import StepBatches
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
 from hpczero.job import log
@@ -22,6 +23,7 @@ from hpczero.job.signals import Signals
 from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
+from hpczero.options.reading import load_toml
 from hpczero.plan.sizing import Batch
 from hpczero.planner.choice import Foretold
 from hpczero.run.balance import Balance, balance_of
@@ -141,7 +143,10 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     folder = RunFolder.of(given.config.run)
     # On the other ranks, as outside of a series of jobs, there is nothing to look at.
     environment = Environment.read() if topology.is_root else Environment()
-    config, attempts = _look_back(given, folder, environment)
+    options = given.config.checkpoint
+    copies = MemoryCopies(options.buddy_folder, folder.path, topology, every=options.buddy)
+    copies.find()
+    config, attempts = _look_back(given, folder, environment, in_memory=copies.step)
     if attempts is None:
         return None
     batch, reading, adapter = _hold_against_ranks_and_data(given, config, folder, attempts)
@@ -162,7 +167,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             most = config.evaluation.batches * batch.global_batch
             held_out = reading.held_out(adapter.context, most)
     config = config.pinned(batch.global_batch, batch.micro_batch if batch.leaves else None)
-    source = resume.chosen(config, folder, topology)
+    source = resume.chosen(config, folder, topology, in_memory=copies.step > 0)
     model, optimizer = build(config, adapter, topology, accelerator, resumes=bool(source))
     if batch.leaves and hpczero.sharding(model).exact is None:  # it was preferred, and cannot be
         with topology.agreed("spread the batch over the ranks"):
@@ -175,7 +180,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     if batch.leaves is not None:
         identity[resume.COMPUTED_ON] = computed_on(accelerator)
     deadline = Deadline(environment)
-    checkpoints = RunCheckpoints(config, folder, model, lock=lock.lock)
+    checkpoints = RunCheckpoints(config, folder, model, lock=lock.lock, copies=copies)
     with topology.agreed("hold the job's time against a save"):
         deadline.check_room(save_s=checkpoints.save_s)
     begin = checkpoints.begin(source, identity)
@@ -271,16 +276,19 @@ def leaf_plan(config: RunConfig, batch: Batch) -> LeafPlan | None:
 
 
 def _look_back(
-    given: Given, folder: RunFolder, environment: Environment
+    given: Given, folder: RunFolder, environment: Environment, *, in_memory: int
 ) -> tuple[RunConfig, Attempts | None]:
-    """The options as earlier starts of this run settle them; no attempts if these have done all steps. Collective."""
+    """The options as earlier starts of this run settle them; no attempts if these have done all steps. Collective.
+
+    ``in_memory``: step of the copies in memory; 0: there are none.
+    """
     config, topology = given.config, given.topology
     with topology.agreed("look at earlier starts of this run"):
         attempts = Attempts(folder, environment)
         nothing_left = attempts.finished(config.train.steps)
         if not nothing_left:
-            attempts.start(ranks=topology.size, host=socket.gethostname())
-            config = attempts.settle(config)
+            attempts.start(ranks=topology.size, host=socket.gethostname(), in_memory=in_memory)
+            config = attempts.settle(config, in_memory=in_memory)
     if any(topology.gather(float(nothing_left))):
         log.info("nothing left to do: an earlier start has done all %d steps", config.train.steps)
         return config, None
@@ -371,7 +379,12 @@ def _start_records(
         lock.lock.check()  # a job that stood still may have been taken for dead since it took the folder
         if begin.resumed:
             resume.tell_changes(folder, config)
-            folder.go_on(begin.config)
+            kept = begin.config
+            if (
+                begin.in_memory
+            ):  # copies may be lost: until it has saved, it has begun where it began
+                kept = replace(kept, resume=load_toml(folder.config, RunConfig).resume)
+            folder.go_on(kept)
         else:
             lock.make_room(config.run)
             folder.create(config)
@@ -379,5 +392,5 @@ def _start_records(
         records = Records(
             folder, config.log, num_steps=steps, start=begin.step, own=begin.own, unit=unit
         )
-        attempts.begin(begin.step)
+        attempts.begin(begin.step, in_memory=begin.in_memory)
     return records

@@ -21,6 +21,8 @@ from hpczero.plan.precision import Precision
 
 logger = logging.getLogger("hpczero.exact")
 
+LOOP = "run forward and backward inside `for leaf in hpczero.Leaves(model, count, step=step):`"
+
 
 def why_inexact(
     model: nn.Module, topology: Topology, precision: Precision, *, sparse: bool, transport: str
@@ -91,22 +93,23 @@ class Exact:
         self.place, self.ranks = order.index(topology.shard.index), len(order)
         self._topology, self._told = topology, False
 
-    def refuse(self, what: str) -> None:
-        """A backward comes that is of no leaf.
+    def refuse(self, what: str, remedy: str = LOOP) -> None:
+        """Something comes whose bits depend on the number of ranks.
 
         Raises:
             StepError: where exactness was required.
         """
         if self.demanded:
             raise StepError(
-                f"exact='require': {what}, whose sum depends on the number of ranks; run forward and backward inside "
-                "`for leaf in hpczero.Leaves(model, count, step=step):`, or zeroify with exact='prefer'"
+                f"exact='require': {what}, which depends on the number of ranks; {remedy}, or zeroify with "
+                "exact='prefer'"
             )
         if self._topology.is_root and not self._told:
             self._told = True
             logger.warning(
-                "exact: %s, so this step is not the same on another number of ranks; use hpczero.Leaves",
+                "exact: %s, so this step is not the same on another number of ranks; %s",
                 what,
+                remedy,
             )
 
     # --- leaves that two ranks have computed ---------------------------------------------------------------------

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from hpczero.checkpoint import checkpoints as module
+from hpczero.checkpoint.buddy import MemoryCopies
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.writing import PosixWriter
 from hpczero.errors import CheckpointNotWritten
@@ -128,7 +129,8 @@ def test_save_in_flight_is_told_of_under_its_own_step_and_does_not_end_the_run(
     place = RunFolder.of(config.run)
     lock = Lock(place.checkpoints)
     world.on_root(lock.acquire)
-    with RunCheckpoints(config, place, program.model, lock=lock) as checkpoints:
+    copies = MemoryCopies(str(world.folder), place.path, world.topology, every=0)
+    with RunCheckpoints(config, place, program.model, lock=lock, copies=copies) as checkpoints:
         program.train(step)
         writes.next_fails = fails
         writes.may_end.clear()

@@ -117,6 +117,23 @@ def test_restart_before_any_save_may_replace_what_the_first_start_left(folder: R
     assert dataclasses.replace(again, run=asked.run) == asked
 
 
+def test_restart_goes_on_from_copies_in_memory_which_count_as_an_advance(
+    folder: RunFolder,
+) -> None:
+    asked = RunConfig(run=RunOptions(overwrite=True), resume=ResumeOptions(from_="elsewhere"))
+    start(folder).begin(0)
+    for step in range(2, 12, 2):  # none of them comes to a checkpoint
+        attempts = Attempts(folder, SERIES)
+        attempts.start(ranks=2, host="host1", in_memory=step)
+        again = attempts.settle(asked, in_memory=step)
+        assert (again.run.overwrite, again.resume.from_) == (False, "auto")
+        attempts.begin(step, in_memory=True)
+    # These are lost with the nodes, and nobody is to look for them.
+    again = start(folder).settle(asked)
+    assert again.run.overwrite
+    assert again.resume == asked.resume
+
+
 @pytest.mark.parametrize("asked", ["auto", "never", "other"])
 def test_restart_before_the_first_checkpoint_begins_where_the_first_start_did(
     folder: RunFolder, asked: str

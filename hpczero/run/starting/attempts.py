@@ -48,8 +48,8 @@ class Attempts:
             if environment.series and event.get("series") == environment.series
         ]
 
-    def start(self, *, ranks: int, host: str) -> None:
-        """Record that the run starts.
+    def start(self, *, ranks: int, host: str, in_memory: int = 0) -> None:
+        """Record that the run starts. ``in_memory``: step of copies in memory of the nodes, 0 if there are none.
 
         Raises:
             ConfigError: three restarts in a row have committed no checkpoint, or were stopped within two steps each.
@@ -68,14 +68,18 @@ class Attempts:
                 "`python -m hpczero.data prepare`. Then submit it anew; it goes on from step "
                 f"{committed}"
             )
-        fruitless = _at_end(restarts, lambda events: events[0]["committed"] == committed)
+        here = (committed, in_memory)
+        fruitless = _at_end(
+            restarts, lambda events: (events[0]["committed"], events[0].get("in_memory", 0)) == here
+        )
         if fruitless >= FRUITLESS_RESTARTS:
             raise ConfigError(
                 f"crash loop: {fruitless} restarts in a row committed no checkpoint after step {committed} "
                 f"({self._folder.attempts}). Look for the cause in the job's log; save more often "
                 "(--checkpoint.every) if the job's time is too short for it. Then submit it anew"
             )
-        self._write("start", committed=committed, ranks=ranks, host=host)
+        copied = {"in_memory": in_memory} if in_memory else {}
+        self._write("start", committed=committed, ranks=ranks, host=host, **copied)
 
     def finished(self, steps: int) -> bool:
         """Whether an earlier start of the series has done these ``steps``, so that nothing is left to do.
@@ -93,8 +97,10 @@ class Attempts:
             return load_toml(self._folder.config, RunConfig).train.steps == steps
         return False
 
-    def settle(self, config: RunConfig) -> RunConfig:
+    def settle(self, config: RunConfig, *, in_memory: int = 0) -> RunConfig:
         """``config``, changed to go on where the series is. Only its first start begins where the options say.
+
+        ``in_memory`` is that of ``start``.
 
         Raises:
             ConfigError: it cannot be read where the series began, and it has saved nothing since; or what it has saved
@@ -102,7 +108,7 @@ class Attempts:
         """
         if not any(event["event"] == "begin" for event in self._earlier):
             return config
-        if self._folder.has_checkpoints:
+        if in_memory or self._folder.has_checkpoints:
             overwrite, resume = False, ResumeOptions()
         elif self._folder.weights.exists():
             overwrite, resume = False, config.resume
@@ -134,16 +140,16 @@ class Attempts:
         steps = [0]
         for event in self._earlier:
             if event["event"] == "begin":  # at a checkpoint of its own, or with an empty folder
-                steps = [0 if origin else event["step"]]
+                steps = [0 if origin or event.get("in_memory") else event["step"]]
             elif event["event"] == "start":
                 steps.append(event["committed"])
             elif event["code"] in (0, EXIT_REQUEUE):
                 steps.append(event["step"])
         return max(steps)
 
-    def begin(self, step: int) -> None:
-        """Record that the run folder is ready, with ``step`` steps done."""
-        self._write("begin", step=step)
+    def begin(self, step: int, *, in_memory: bool = False) -> None:
+        """Record that the run folder is ready, with ``step`` steps done; whether it has them from copies in memory."""
+        self._write("begin", step=step, **({"in_memory": True} if in_memory else {}))
 
     def end(self, step: int, code: int) -> None:
         """Record how the run ended, if it came to a regular end."""

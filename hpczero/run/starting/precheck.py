@@ -186,8 +186,8 @@ def _check(config: RunConfig, model: GPTConfig | None, environment: Environment)
     attempts = Attempts(folder, environment)
     if attempts.finished(config.train.steps):
         return
-    # What the holder of the lock does there meanwhile is not known.
-    at_rest = not is_claimed(folder.checkpoints)
+    # What the holder of the lock does there meanwhile is not known, nor what nodes hold in memory.
+    at_rest = not config.checkpoint.buddy and not is_claimed(folder.checkpoints)
     if at_rest:
         config = attempts.settle(config)
         resume.check_ranks(config, folder, ranks)

@@ -76,8 +76,13 @@ TELLING = {
 }
 
 
-def choose(config: RunConfig, folder: RunFolder) -> Path | None:
-    """The checkpoint to load, or None. Not collective: rank 0 calls it. ``config`` has the batch spelled out.
+def choose(config: RunConfig, folder: RunFolder, *, in_memory: bool = False) -> Path | None:
+    """The checkpoint to load, or None. Not collective: rank 0 calls it.
+
+    Args:
+        config: has the batch spelled out.
+        folder: of the run.
+        in_memory: whether nodes hold copies of this run, which count as one of its checkpoints.
 
     Raises:
         ConfigError: this run has checkpoints made with other or unknown options, or PATH does not exist.
@@ -104,7 +109,8 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
             return None
         raise ConfigError(f"{error}. {_way_out(folder)}") from error
     # Elsewhere is looked at only where that is needed: it may be gone, or on a file system that is not there today.
-    if not folder.has_checkpoints and (folder.weights.exists() or not _begun_elsewhere(earlier)):
+    saved = in_memory or folder.has_checkpoints
+    if not saved and (folder.weights.exists() or not _begun_elsewhere(earlier)):
         return None
     changed = differences(earlier, config, FIXED)
     if "off" not in (
@@ -125,12 +131,14 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
             f"{folder.path}: holds a finished run of {earlier.train.steps} steps; ask for more --train.steps to go on, "
             "choose another --run.name, or replace it with --run.overwrite true"
         )
-    if not folder.has_checkpoints:  # it was lost before its first save, and began elsewhere
+    if not saved:  # it was lost before its first save, and began elsewhere
         return _checkpoints_of(earlier.resume.from_)
     return folder.checkpoints
 
 
-def chosen(config: RunConfig, folder: RunFolder, topology: Topology) -> str:
+def chosen(
+    config: RunConfig, folder: RunFolder, topology: Topology, *, in_memory: bool = False
+) -> str:
     """What ``choose`` says on rank 0, on every rank; empty where the run begins anew. Collective over world.
 
     Raises:
@@ -139,7 +147,7 @@ def chosen(config: RunConfig, folder: RunFolder, topology: Topology) -> str:
     source = ""
     with topology.agreed("choose where to begin"):
         if topology.is_root:
-            source = str(choose(config, folder) or "")
+            source = str(choose(config, folder, in_memory=in_memory) or "")
     return topology.broadcast_text(source)
 
 
