@@ -127,14 +127,13 @@ def warn_of_shared_devices(topology: Topology, accelerator: Accelerator) -> None
         )
 
 
-def use_own_cores(topology: Topology, *, exact: bool = False) -> None:
+def use_own_cores(topology: Topology, threads: int | None = None) -> None:
     """Let torch use this rank's share of the cores it may run on, or OMP_NUM_THREADS if that is fewer. Collective.
 
-    The number of threads shows in the last bits of some gradients. With ``exact`` it does not depend on the ranks: it
-    is OMP_NUM_THREADS, else 1.
+    ``threads``: as many instead. The number of threads shows in the last bits of some gradients.
     """
-    if exact:
-        torch.set_num_threads(Environment.read().omp_threads or 1)
+    if threads is not None:
+        torch.set_num_threads(threads)
         return
     cores = sorted(os.sched_getaffinity(0))
     # Ranks bound to the same cores of the same host share them; fake nodes are on one host.

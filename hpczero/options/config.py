@@ -46,6 +46,8 @@ class ShardingOptions:
             value than the default stays. Parts rest on a disk only if offload.folder is given.
         deterministic: on a device, only operations that give the same bits every time, which are slower; one that
             cannot is an error. On the host they all do.
+        threads: of torch on each rank; None: this rank's share of its cores, or 1 with run.exact, whose bits depend on
+            it.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
@@ -60,6 +62,7 @@ class ShardingOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     auto: bool = False
     deterministic: bool = False
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,7 @@ class ParallelOptions(LayoutOptions, ShardingOptions):
                 f"parallel.gather: got {self.gather} beside {got}; parameters are gathered for forward and backward at "
                 "stage 3 alone, expected parallel.stage 3, or parallel.gather exact"
             )
+        require_positive("parallel", self, "threads")
         algorithms = self.algorithms
         require(algorithms.isascii(), "parallel.algorithms", algorithms, "names of algorithms")
 
@@ -686,6 +690,11 @@ class RunConfig:
                     f"run.exact: got {self.run.exact} with {name}, by which sums depend on the ranks; expected off, or "
                     f"no {name}"
                 )
+
+    @property
+    def threads(self) -> int | None:
+        """Threads of a rank, where they do not follow from its cores."""
+        return self.parallel.threads or (None if self.run.exact == "off" else 1)
 
     @property
     def groups(self) -> int:

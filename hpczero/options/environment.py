@@ -84,7 +84,6 @@ class Environment:
         torch_ranks: WORLD_SIZE beside a RANK, as torchrun and its like set both; None where either is missing.
         tasks_per_node: what SLURM says of each node: of the step (``2(x3),1``), or under mpirun SLURM_NTASKS_PER_NODE.
         allocated_ranks: SLURM_NTASKS: ranks that the job, or the allocation of this shell, has room for.
-        omp_threads: OMP_NUM_THREADS, if it is one number.
         cache: folder for what is worth remembering between jobs: XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero.
     """
 
@@ -113,7 +112,6 @@ class Environment:
     torch_ranks: int | None = None
     distributed: bool = True
     allocated_ranks: int | None = None
-    omp_threads: int | None = None
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -167,7 +165,6 @@ class Environment:
             digits(values.get("WORLD_SIZE", "")) if values.get("RANK") else None,
             _switch(values, "HPCZERO_DISTRIBUTED") != "0",
             digits(values.get("SLURM_NTASKS", "")),
-            digits(values.get("OMP_NUM_THREADS", "")),
         )
 
 

@@ -152,7 +152,7 @@ def train(
     """
     topology = start_topology(config.parallel.nodes, partial(mesh_on_nodes, config.parallel))
     log.configure(rank=topology.rank, node_index=topology.node_index, level=config.log.level)
-    use_own_cores(topology, exact=config.run.exact != "off")
+    use_own_cores(topology, config.threads)
     check_same_options(config, topology)
     if adapter is None:
         with topology.agreed("make the model's adapter"):

@@ -214,7 +214,7 @@ def replay(
     """
     topology = start_topology(config.parallel.nodes, partial(mesh_on_nodes, config.parallel))
     log.configure(rank=topology.rank, node_index=topology.node_index, level=config.log.level)
-    use_own_cores(topology, exact=True)
+    use_own_cores(topology, config.threads)
     with topology.agreed("look for what the run has recorded"):
         adapter = adapter or made_by_factory(config.model)
         source = _begin(folder, config, step)
