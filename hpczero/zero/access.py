@@ -361,8 +361,15 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         PlanError: on every rank, of a part of a model: see ``full_state_dict``.
+        StepError: between the leaves of a step, whose sum is not complete.
     """
     state = sharding(model)
+    trained = [unit for unit in state.units if unit.spec.trainable]
+    if state.exact is not None and any(unit.gradients.waiting for unit in trained):
+        raise StepError(
+            "full_gradients between the leaves of a step, whose sum is not complete; call it after the loop over "
+            "hpczero.Leaves"
+        )
     if not is_whole(state):
         return {name: value for found in _gradients(state) for name, value in found.items()}
     gradients = {}
