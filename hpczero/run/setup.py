@@ -380,9 +380,8 @@ def _start_records(
         if begin.resumed:
             resume.tell_changes(folder, config)
             kept = begin.config
-            if (
-                begin.in_memory
-            ):  # copies may be lost: until it has saved, it has begun where it began
+            # Copies may be lost: until the run has saved, it has begun where it began.
+            if begin.in_memory:
                 kept = replace(kept, resume=load_toml(folder.config, RunConfig).resume)
             folder.go_on(kept)
         else:
