@@ -135,6 +135,7 @@ def square_sums(tensors: Iterable[Tensor]) -> list[Tensor]:
 _LEVEL = 37  # bits
 _TOGETHER = 2**15
 _HALF = 2**26  # of a sum of so many, in units
+EXACT_WORDS = 4
 
 
 def exact_square_words(tensors: Iterable[Tensor], largest: float) -> list[Tensor]:

@@ -193,6 +193,10 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
     """
     state = sharding(model)
     units, schedule = state.units, state.schedule
+    if modifier_rank is not None and state.exact is not None and schedule.backward.turn is not None:
+        state.exact.refuse(
+            "parameters change between the leaves of a step", "change them between two steps"
+        )
     if modifier_rank is not None and modifier_rank not in range(state.topology.size):
         raise ConfigError(
             f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"

@@ -529,9 +529,9 @@ class BackwardSchedule:
         if brings:
             while backward.next < len(self.order):
                 self._reduce_next(backward)
-            if self.turn is None or self.turn.last:
-                for unit in self.order:
-                    unit.gradients.finish()
+            # Also where leaves follow: ranks may reach other units first in the next one, whose peers would wait.
+            for unit in self.order:
+                unit.gradients.finish()
         self._pass = None
         if brings:
             self._unfreezing.after_backward()

@@ -158,11 +158,6 @@ class SharedBuffers:
                     set_bytes(buffer, new)
         self._known = {id(b): (weakref.ref(b), version_of(b)) for b in buffers}
 
-    def changed(self) -> str:
-        """The first buffer that is not as it was shared last; empty if all are. Not collective."""
-        named = persistent_buffers(self._model).items() if self._any else ()
-        return next((name for name, buffer in named if not self._is_known(buffer)), "")
-
     def _is_known(self, buffer: Tensor) -> bool:
         """Whether a buffer was among those that were shared last, and has not changed since."""
         known = self._known.get(id(buffer))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hpczero.errors import ConfigError, StepError
 from hpczero.kernels.norm import digest_of_bits
+from hpczero.zero.buffers import persistent_buffers, version_of
 from hpczero.zero.units.gradients import LeafTurn
 from hpczero.zero.update.agreement import DeferredNumber
 from hpczero.zero.zeroify import sharding
@@ -84,10 +85,10 @@ class Leaves:
             )
         self._exact = self._state.exact
         ranks = self._exact.ranks
-        if count < ranks:
+        if not isinstance(count, int) or count < ranks:
             raise ConfigError(
-                f"Leaves: got {count} leaves and {ranks} ranks, expected at least one leaf for each rank; make leaves "
-                "smaller, or start fewer ranks"
+                f"Leaves: got {count!r} leaves and {ranks} ranks, expected at least one leaf for each rank; make "
+                "leaves smaller, or start fewer ranks"
             )
         self.count, self._step, self._seed = count, step, seed
         self._check_every, self._digests = check_every, digests
@@ -98,6 +99,8 @@ class Leaves:
         self.now = self.turns[0]
         self.gradients: dict[int, dict[str, int]] = {}
         self._losses: list[DeferredNumber | float] = []
+        self._begun = self._open = False
+        self._buffers: dict[str, tuple[Tensor, int]] = {}
 
     @property
     def mine(self) -> list[int]:
@@ -124,7 +127,7 @@ class Leaves:
                 if self._digests:
                     self.gradients[leaf] = own
                 yield from self._check(turn, own)
-        self.draw(self.count)
+        self.end()
 
     def turn_of(self, number: int) -> LeafTurn:
         """Of micro-step ``number``, with what keeps its digests."""
@@ -167,9 +170,17 @@ class Leaves:
         """A sum over leaves begins. Not collective.
 
         Raises:
-            StepError: gradients are there already.
+            StepError: gradients are there already, or the leaves of this object were taken before.
         """
         state = self._state
+        if self._begun:
+            raise StepError(
+                f"rank {state.topology.rank}: the leaves of step {self._step} were taken already; make hpczero.Leaves "
+                "anew for each step"
+            )
+        self._begun = True
+        named = state.model.named_buffers()
+        self._buffers = {name: (buffer, version_of(buffer)) for name, buffer in named}
         units = [unit for unit in state.units if unit.spec.trainable]
         if any(unit.gradients.present or unit.gradients.waiting for unit in units):
             raise StepError(
@@ -179,6 +190,23 @@ class Leaves:
         # What ranks compare at the step.
         said = f"a sum over {self.count} leaves of step {self._step}, seed {self._seed} (Leaves)"
         state.step.history.scaling(said)
+
+    def end(self) -> None:
+        """The last leaf is done. Not collective.
+
+        Raises:
+            StepError: forward has changed a buffer, of which each rank has a state of its own then.
+        """
+        self.draw(self.count)
+        kept = persistent_buffers(self._state.model)
+        for name, buffer in self._state.model.named_buffers():
+            before, version = self._buffers.get(name, (None, 0))
+            changed = before is buffer and version_of(buffer) != version
+            if changed or (before is not buffer and name in kept):
+                self._exact.refuse(
+                    f"forward has changed buffer {name!r}, as the leaves of each rank left it",
+                    "keep no state in buffers that forward changes",
+                )
 
     def draw(self, leaf: int, piece: int = 0) -> None:
         """Seed the generators for a leaf, of a part of the model; ``count`` for what follows the last leaf."""
@@ -194,13 +222,23 @@ class Leaves:
         backward = self._state.schedule.backward
         before = backward.sync, backward.turn
         backward.sync, backward.turn, self.now = True, turn, turn
+        self._open = True
         try:
             yield
         finally:
+            self._open = False
             backward.sync, backward.turn = before
 
     def note(self, loss: Tensor) -> None:
-        """The loss of the leaf that is computed now. Not collective, and it does not wait for a device."""
+        """The loss of the leaf that is computed now. Not collective, and it does not wait for a device.
+
+        Raises:
+            StepError: outside of the loop over the leaves.
+        """
+        if not self._open:
+            raise StepError(
+                "Leaves.note outside of the loop over the leaves; call it inside, once for each leaf"
+            )
         if self.now.counts:
             self._losses.append(self._state.step.norms.readings.add(loss))
 

@@ -287,11 +287,6 @@ class Sharding:
         self.unfreezing.check()
         for average in self.averages.values():
             average.check_out("optimizer.step()")
-        if self.exact is not None and (name := self.shared_buffers.changed()):
-            self.exact.refuse(
-                f"buffer {name!r} changed in this step, as forward of each rank's own leaves left it",
-                "make it no state of forward (register_buffer(..., persistent=False) for what is computed anew)",
-            )
 
     def before_update(self, units: Collection[Unit]) -> list[Unit]:
         """Values of ``units`` change now; returns the units that were kept whole for a later backward."""

@@ -39,10 +39,11 @@ class Block(nn.Module):
 
 
 class Words(nn.Module):
-    """A parameter that some leaves alone use, dropout, and blocks that may be computed again."""
+    """A parameter that some leaves alone use, dropout, and blocks that may be computed again or left out."""
 
-    def __init__(self, *, again: bool) -> None:
+    def __init__(self, *, again: bool, skips: bool) -> None:
         super().__init__()
+        self._skips = skips
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.seldom = nn.Parameter(torch.ones(WIDTH))
@@ -50,7 +51,9 @@ class Words(nn.Module):
 
     def forward(self, words: Tensor, leaf: int) -> Tensor:
         x = self.embed(words)
-        for block in self.blocks:
+        for place, block in enumerate(self.blocks):
+            if self._skips and place == leaf % 4:
+                continue
             x = checkpoint(block, x, use_reentrant=False) if self._again else block(x)
         if leaf % 3 == 1:
             x = x * self.seldom
@@ -71,6 +74,7 @@ class Training:
     stage: int = 3
     optimizer: Callable[[nn.Module], Optimizer] = lambda m: AdamW(decayed(m), lr=0.01, fused=True)
     again: bool = False
+    skips: bool = False
     offload: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     nodes: Callable[[int], list[int]] | None = None
@@ -81,7 +85,7 @@ class Training:
         nodes = None if self.nodes is None else self.nodes(ranks)
         topology = hpczero.Topology.create(comm, nodes)
         torch.manual_seed(7)
-        model = Words(again=self.again)
+        model = Words(again=self.again, skips=self.skips)
         optimizer, options = self.optimizer(model), dict(self.options)
         if self.offload:
             options["offload"] = hpczero.Offload("disk", folder=str(folder), parameters="disk")
@@ -125,6 +129,7 @@ TRAININGS = {
     "fp16 on nodes": Training(8, 3, options={"precision": "fp16"}, nodes=in_pairs),
     "one rank a node": Training(7, 2, nodes=lambda ranks: list(range(ranks))),
     "offloaded": Training(6, offload=True),
+    "another block left out in each leaf": Training(9, stage=1, skips=True),
 }
 
 
@@ -215,6 +220,63 @@ def test_a_step_or_another_sum_between_leaves_is_refused(
     for leaf in hpczero.Leaves(model, topology.size, step=0):
         loss_of(model, leaf).backward()
     optimizer.step()
+
+
+@pytest.mark.mpi
+def test_a_fused_step_of_the_programs_own_is_refused(topology: hpczero.Topology) -> None:
+    class Own(AdamW):
+        pass
+
+    model = MLP()
+    optimizer = Own(model.parameters(), fused=True)
+    hpczero.zeroify(model, optimizer, topology=topology, exact="require")
+    for leaf in hpczero.Leaves(model, topology.size, step=0):
+        loss_of(model, leaf).backward()
+    with pytest.raises(StepError, match="build it with fused=False"):
+        optimizer.step()
+    hpczero.release(model)
+
+
+@pytest.mark.mpi
+def test_a_buffer_that_forward_changes_is_refused(topology: hpczero.Topology) -> None:
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    optimizer = AdamW(model.parameters())
+    hpczero.zeroify(model, optimizer, topology=topology, exact="require")
+    leaves = hpczero.Leaves(model, topology.size, step=0).__iter__()
+    next(leaves)
+    model(torch.randn(3, 4)).sum().backward()
+    with pytest.raises(StepError, match=r"forward has changed buffer '.*_u'"):
+        next(leaves)
+    hpczero.release(model)
+
+
+@pytest.mark.mpi
+def test_ranks_with_another_seed_or_count_are_told_before_the_update(
+    topology: hpczero.Topology, exact: tuple[nn.Module, Optimizer]
+) -> None:
+    if topology.size == 1:
+        pytest.skip("one rank agrees with itself")
+    model, optimizer = exact
+    for leaf in hpczero.Leaves(model, topology.size, step=0, seed=topology.rank):
+        loss_of(model, leaf).backward()
+    with pytest.raises(StepError, match="seed"):
+        optimizer.step()
+
+
+@pytest.mark.mpi
+def test_losses_are_noted_inside_the_loop_and_leaves_taken_once(
+    topology: hpczero.Topology, exact: tuple[nn.Module, Optimizer]
+) -> None:
+    model, optimizer = exact
+    leaves = hpczero.Leaves(model, topology.size, step=0)
+    for leaf in leaves:
+        loss_of(model, leaf).backward()
+    with pytest.raises(StepError, match="outside of the loop"):
+        leaves.note(torch.ones(()))
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(StepError, match="taken already"):
+        next(leaves.__iter__())
 
 
 @pytest.mark.mpi

@@ -399,7 +399,7 @@ class Pipeline:
         self._ties.add_gradients(self.messages)
         said = self._losses(self.micro_batches)
         if leaves is not None:
-            leaves.draw(leaves.count)
+            leaves.end()
 
         def mean_loss() -> float:
             losses = said()

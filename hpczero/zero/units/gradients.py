@@ -671,8 +671,8 @@ class UnitGradients:
         if turn.before != self._summed or self._present:
             raise StepError(
                 f"unit {self._spec.name!r} has a sum over {self._summed} leaves where leaf {turn.before} follows: a "
-                "leaf had two backwards, a part of the model was unfrozen between leaves, or a backward was cut off. "
-                "Add the losses of a leaf and call backward once; call optimizer.zero_grad() and begin the step anew"
+                "leaf had two backwards or none, gradients were dropped between leaves, or a part of the model was "
+                "unfrozen. Add the losses of a leaf and call backward once, and zero_grad before the first leaf alone"
             )
         self.rest.take()
         after = turn.before + turn.count

@@ -19,6 +19,7 @@ from hpczero.errors import ConfigError, StepError, TierError
 from hpczero.job.group import Group, unlike
 from hpczero.job.topology import Topology
 from hpczero.kernels.norm import (
+    EXACT_WORDS,
     exact_square_words,
     largest,
     largest_magnitude,
@@ -281,6 +282,8 @@ class GradientNorms:
         self, slots: Sequence[tuple[Unit, int]], order: float, changed: bool
     ) -> tuple[list[float], bool]:
         """The norms, and whether ``changed`` is true on any rank."""
+        if self._exact and not math.isinf(order):
+            return self._share_exactly(slots, order, changed)
         mine = []
         for unit, of_unit in itertools.groupby(slots, key=lambda slot: slot[0]):
             positions = [position for _, position in of_unit]
@@ -300,6 +303,28 @@ class GradientNorms:
         else:
             norms = [math.fsum(values) ** (1.0 / order) for values in everybody]
         return norms, any(changes)
+
+    def _share_exactly(
+        self, slots: Sequence[tuple[Unit, int]], order: float, changed: bool
+    ) -> tuple[list[float], bool]:
+        """As ``_share``, with the same bits on any number of ranks; of order 2."""
+        if order != 2.0:
+            raise StepError(
+                f"exact: a norm of order {order:g} of parameter.grad depends on the number of ranks; take order 2 or "
+                "inf"
+            )
+        tops, changed = self._share(slots, math.inf, changed)
+        mine = np.zeros((len(slots), EXACT_WORDS))
+        for words, (unit, place), top in zip(mine, slots, tops, strict=True):
+            if math.isfinite(top) and top and unit.gradients.present:
+                with unit.gradients.rest.at_hand():
+                    pieces = unit.gradients.pieces_at(place, owned=True)
+                    found = numbers_of(exact_square_words(pieces, top))
+                words[: len(found)] = found
+        shared = self._comm.share(mine.ravel(), name="gradient norms")
+        sums = shared.reshape(len(shared), len(slots), EXACT_WORDS).transpose(1, 0, 2)
+        norms = [math.sqrt(math.fsum(of_slot.ravel())) for of_slot in sums]
+        return [n if math.isfinite(t) else t for n, t in zip(norms, tops, strict=True)], changed
 
 
 def squares_of(unit: Unit) -> list[float]:

@@ -392,6 +392,12 @@ def _empty_groups(optimizer: Optimizer) -> None:
 # between fills all vectors, and the two ends lie in one shard however many there are.
 
 
+APART = (
+    "exact: the optimizer steps on its pieces one by one (a class, a step, a hook or state of the program's own, or "
+    "torch.inference_mode), and a fused step rounds by where a piece begins; build it with fused=False"
+)
+
+
 def _cuts(numel: int, start: int) -> list[int]:
     """Where a tensor that begins at element ``start`` of its unit is cut, both ends among them."""
     first = min(-start % DEFAULT_ALIGN, numel)
@@ -614,21 +620,29 @@ class PartedUpdate(Update):
     @override
     def take(self, *, last: bool) -> None:
         """Take the step over all units that have gradients, where it need not be torch's own call."""
-        if not last:
-            return
-        groups = self._optimizer.param_groups
         method = self._method
-        if method is None or any(group.get("differentiable") for group in groups):
-            return
-        if torch.is_inference_mode_enabled():
-            return  # what is made there has no versions, and no base
-        # torch.compile sets this in every group that it steps on by itself.
-        if [group.get("capturable") for group in groups] != self._capturable:
-            return
-        if not self._make_spans():
+        if method is None or not self._can_take(last=last):
             return
         with self._taking():
             self._take(method, [unit for unit in self.units if unit.gradients.present])
+
+    @override
+    def check(self, *, last: bool) -> None:
+        """As of ``Update``: torch's own fused step would round by where a shard begins, where that must not be."""
+        fused = any(group.get("fused") for group in self._optimizer.param_groups)
+        if self._aligned and fused and (self._method is None or not self._can_take(last=last)):
+            raise StepError(APART)
+
+    def _can_take(self, *, last: bool) -> bool:
+        groups = self._optimizer.param_groups
+        if not last or any(group.get("differentiable") for group in groups):
+            return False
+        if torch.is_inference_mode_enabled():
+            return False  # what is made there has no versions, and no base
+        # torch.compile sets this in every group that it steps on by itself.
+        if [group.get("capturable") for group in groups] != self._capturable:
+            return False
+        return self._make_spans()
 
     def _make_spans(self) -> bool:
         """Spans of the pieces as the groups hold them now; whether there can be any."""
@@ -711,10 +725,7 @@ class PartedUpdate(Update):
 def _check_whole(optimizer: Optimizer, apart: Sequence[tuple[int, nn.Parameter]]) -> None:
     """Refuse a fused step on pieces that cannot be put together: see [Note: The same bits wherever a shard begins]."""
     if any(optimizer.param_groups[number].get("fused") for number, _ in apart):
-        raise StepError(
-            "exact: the program has put state of its own into optimizer.state, so that pieces are stepped on one by "
-            "one, and a fused step rounds by where a piece begins; build the optimizer with fused=False"
-        )
+        raise StepError(APART)
 
 
 def _spans_of(unit: Unit, group_of: dict[int, int]) -> list[PieceSpan]:
