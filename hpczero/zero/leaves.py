@@ -99,8 +99,10 @@ class Leaves:
         self.now = self.turns[0]
         self.gradients: dict[int, dict[str, int]] = {}
         self._losses: list[DeferredNumber | float] = []
-        self._begun = self._open = False
-        self._buffers: dict[str, tuple[Tensor, int]] = {}
+        self._open = False
+        self._buffers: dict[str, tuple[Tensor, int]] | None = (
+            None  # of the model, when the first leaf began
+        )
 
     @property
     def mine(self) -> list[int]:
@@ -173,12 +175,11 @@ class Leaves:
             StepError: gradients are there already, or the leaves of this object were taken before.
         """
         state = self._state
-        if self._begun:
+        if self._buffers is not None:
             raise StepError(
                 f"rank {state.topology.rank}: the leaves of step {self._step} were taken already; make hpczero.Leaves "
                 "anew for each step"
             )
-        self._begun = True
         named = state.model.named_buffers()
         self._buffers = {name: (buffer, version_of(buffer)) for name, buffer in named}
         units = [unit for unit in state.units if unit.spec.trainable]
@@ -200,7 +201,7 @@ class Leaves:
         self.draw(self.count)
         kept = persistent_buffers(self._state.model)
         for name, buffer in self._state.model.named_buffers():
-            before, version = self._buffers.get(name, (None, 0))
+            before, version = (self._buffers or {}).get(name, (None, 0))
             changed = before is buffer and version_of(buffer) != version
             if changed or (before is not buffer and name in kept):
                 self._exact.refuse(
