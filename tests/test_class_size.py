@@ -16,6 +16,8 @@ LARGER = {
     "UnitGradients": (22, 14),
     # Whether a backward reduces, and which leaves it is of, are set from outside; the rest is one pass.
     "BackwardSchedule": (13, 13),
+    # One step as a loop sees it: which leaves, their random numbers and losses, and what is compared of them.
+    "Leaves": (14, 13),
     # One state machine over one buffer: who may use it, and who may write to it, decide together when it is given back.
     "WholeParameters": (25, 20),
     # The contract of a transport, public: ten verbs to write, the others say what every transport has in common.
