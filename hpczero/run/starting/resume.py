@@ -113,10 +113,8 @@ def choose(config: RunConfig, folder: RunFolder, *, in_memory: bool = False) -> 
     if not saved and (folder.weights.exists() or not _begun_elsewhere(earlier)):
         return None
     changed = differences(earlier, config, FIXED)
-    if "off" not in (
-        earlier.run.exact,
-        config.run.exact,
-    ):  # the shape of a leaf is a part of the sum
+    # The shape of a leaf is a part of the sum.
+    if "off" not in (earlier.run.exact, config.run.exact):
         changed += differences(earlier, config, {"train": ("micro_batch",)})
     more = config.train.steps > earlier.train.steps
     if trying_out and (changed or (folder.weights.exists() and not more)):
