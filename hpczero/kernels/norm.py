@@ -7,7 +7,6 @@ nor vanishes. Elements are therefore widened block by block, into one small buff
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -126,15 +125,17 @@ def square_sums(tensors: Iterable[Tensor]) -> list[Tensor]:
 # The exact sum of squares: order and cuts play no part, so neither do ranks.
 #
 # Let 2^e be more than the square of the largest element of all ranks. Each square, exact in fp64, is rounded to a
-# multiple of 2^(e - 37), and what is left of it to one of 2^(e - 74). Rounding is an addition and a subtraction of 1.5
-# * 2^(e + 15), whose last digit is that unit. Up to 2^15 such multiples add up in fp64 without rounding; their sums, as
-# whole numbers of units, in int64, upper and lower halves apart. Each of n elements loses at most 2^(e - 75).
+# multiple of 2^(e - 40), and what is left of it to one of 2^(e - 80). To round is to add 1.5 * 2^(e + 12), whose last
+# digit is that unit: the bits of the sum, read as a whole number, then are those of the constant and the multiple.
+# Whole numbers add up in any order. Each of n elements loses at most 2^(e - 81).
 #
-# Source: Demmel and Nguyen, Parallel Reproducible Summation, IEEE Trans. Computers 64 (2015), sec. 3, with two levels.
+# Source: Demmel and Nguyen, Parallel Reproducible Summation, IEEE Trans. Computers 64 (2015), sec. 3, with two levels;
+# there multiples are added up as floating-point numbers.
 
-_LEVEL = 37  # bits
-_TOGETHER = 2**15
-_HALF = 2**26  # of a sum of so many, in units
+_LEVEL = 40  # bits
+_MANTISSA = 52
+EXACT_BLOCK = 2**16  # elements of the host; 2**(63 - _LEVEL) at most, also on devices
+_HALF = 2**32  # of the sum of a block, in units
 EXACT_WORDS = 4
 
 
@@ -142,7 +143,7 @@ def exact_square_words(tensors: Iterable[Tensor], largest: float) -> list[Tensor
     """Four numbers that add up to ``sum(x**2)``, or none for nothing: 0-dimensional, fp64, not waited for.
 
     The words of any cut of the same elements have the same sum, where it is rounded once (``math.fsum``); its relative
-    error is at most n * 2^-73 and that rounding. Up to 2^42 elements.
+    error is at most n * 2^-79 and that rounding. Up to 2^36 elements.
 
     Args:
         tensors: flat, fp32, all on one device.
@@ -152,40 +153,38 @@ def exact_square_words(tensors: Iterable[Tensor], largest: float) -> list[Tensor
     if not held:
         return []
     _, exponent = math.frexp(largest * largest)
-    high = 1.5 * 2.0 ** (exponent + 15)
-    low = high * 2.0**-_LEVEL
-    block = _TOGETHER if held[0].device.type == "cpu" else DEVICE_BLOCK
+    device = held[0].device
+    units = [2.0 ** (exponent - level * _LEVEL) for level in (1, 2)]
+    high, low = (
+        torch.full((), 1.5 * 2.0**_MANTISSA * unit, device=device, dtype=torch.float64)
+        for unit in units
+    )
+    block = EXACT_BLOCK if device.type == "cpu" else DEVICE_BLOCK
     longest = min(block, max(tensor.numel() for tensor in held))
-    buffers = torch.empty(2, longest, dtype=torch.float64, device=held[0].device)
+    buffers = torch.empty(2, longest, device=device, dtype=torch.float64)
     upper: list[Tensor] = []
     lower: list[Tensor] = []
-    for part in itertools.chain.from_iterable(torch.split(tensor, block) for tensor in held):
-        rest, rounded = buffers[0, : len(part)], buffers[1, : len(part)]
-        rest.copy_(part).mul_(rest)
-        torch.add(rest, high, out=rounded).sub_(high)
-        upper += _sums(rounded)
-        rest.sub_(rounded)
-        torch.add(rest, low, out=rounded).sub_(low)
-        lower += _sums(rounded)
+    parts = [part for tensor in held for part in torch.split(tensor, block)]
+    for part in parts:
+        wide, sums = buffers[0, : len(part)], buffers[1, : len(part)]
+        whole = sums.view(torch.int64)
+        wide.copy_(part)
+        torch.addcmul(high, wide, wide, out=sums)
+        upper.append(whole.sum())
+        sums.sub_(high)
+        torch.addcmul(sums, wide, wide, value=-1, out=sums)
+        torch.sub(low, sums, out=sums)
+        lower.append(whole.sum())
+    counts = torch.tensor([len(part) for part in parts], device=device)
     words = []
-    for sums, unit in (
-        (upper, 2.0 ** (exponent - _LEVEL)),
-        (lower, 2.0 ** (exponent - 2 * _LEVEL)),
-    ):
-        units = (torch.cat(sums) / unit).long()
-        halves = units.div(_HALF, rounding_mode="floor"), units % _HALF
+    for found, constant, unit in zip((upper, lower), (high, low), units, strict=True):
+        totals = torch.stack(found) - counts * constant.view(torch.int64)
+        halves = totals.div(_HALF, rounding_mode="floor"), totals.remainder(_HALF)
         words += [
             half.sum().double() * scale
             for half, scale in zip(halves, (_HALF * unit, unit), strict=True)
         ]
     return words
-
-
-def _sums(flat: Tensor) -> list[Tensor]:
-    """Of every ``_TOGETHER`` elements, and of the rest: 1-dimensional."""
-    whole = len(flat) // _TOGETHER * _TOGETHER
-    found = [flat[:whole].view(-1, _TOGETHER).sum(1)] if whole else []
-    return found if whole == len(flat) else [*found, flat[whole:].sum().view(1)]
 
 
 def largest_magnitude(
