@@ -175,7 +175,7 @@ def exact_square_words(tensors: Iterable[Tensor], largest: float) -> list[Tensor
         torch.addcmul(sums, wide, wide, value=-1, out=sums)
         torch.sub(low, sums, out=sums)
         lower.append(whole.sum())
-    counts = torch.tensor([len(part) for part in parts], device=device)
+    counts = torch.tensor([len(part) for part in parts], dtype=torch.int64, device=device)
     words = []
     for found, constant, unit in zip((upper, lower), (high, low), units, strict=True):
         totals = torch.stack(found) - counts * constant.view(torch.int64)
