@@ -1,4 +1,7 @@
-"""The command for checkpoints: ``python -m hpczero.checkpoint ls|verify|export|import PATH``. It starts no MPI."""
+"""The command for checkpoints: ``python -m hpczero.checkpoint ls|verify|export|import PATH``.
+
+One process starts no MPI. ``mpirun -n N`` before ``export``: all ranks read and write.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,13 @@ from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, 
 from hpczero.checkpoint.disk.lines import asides
 from hpczero.checkpoint.disk.rawfile import rest_digest
 from hpczero.checkpoint.disk.stored import check_content
-from hpczero.checkpoint.foreign.exporting import WeightsForm, export
+from hpczero.checkpoint.foreign.exporting import Exported, WeightsForm, export
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint, run
 from hpczero.files.direct import read_at
 from hpczero.files.regular import is_there, opened, reason, shown
+from hpczero.job.team import Ranks
 from hpczero.options.config import TrainOptions
+from hpczero.options.environment import Environment
 from hpczero.options.reading import parse_command_line
 
 BYTE_VOCAB = 257  # of the text that a run takes where none is named
@@ -243,7 +248,7 @@ class VerifyCheckpoint:
 
 @dataclass(frozen=True)
 class Export:
-    """Write the weights of a checkpoint for other programs.
+    """Write the weights of a checkpoint for other programs. ``mpirun -n N`` before it: by N ranks.
 
     Attributes:
         checkpoint: one checkpoint, or a folder of them or of a run: then the newest sound one.
@@ -255,8 +260,19 @@ class Export:
     form: Annotated[WeightsForm, tyro.conf.arg(name="")] = WeightsForm()  # noqa: RUF009  (frozen)
 
     def __call__(self) -> int:
-        """Write them, and print what was written."""
-        found = export(self.checkpoint, self.out, self.form)
+        """Write them, and print what was written. Under a launcher of several ranks all of them share the work."""
+        if (Environment.read().launched_ranks or 1) == 1:
+            return self._report(export(self.checkpoint, self.out, self.form))
+        # Not at the top: one process starts no MPI.
+        from hpczero.job.topology import Topology
+
+        topology = Topology.of_world()
+        found = export(self.checkpoint, self.out, self.form, team=Ranks(topology))
+        code = self._report(found) if topology.is_root else 0
+        topology.free()
+        return code
+
+    def _report(self, found: Exported) -> int:
         sys.stdout.write(
             f"{self.out}: {found.num_tensors:,} tensors, {found.nbytes:,} bytes, of step {found.step:,} in "
             f"{found.checkpoint}\n"
@@ -319,7 +335,7 @@ def main() -> int:
         cast("type[Ls | VerifyCheckpoint | Export | Import]", Command),
         sys.argv[1:],
         prog="python -m hpczero.checkpoint",
-        description="List, verify, export and import checkpoints. One process; no MPI is started.",
+        description="List, verify, export and import checkpoints, without MPI; under mpirun -n N all ranks export.",
     )
     return command()
 

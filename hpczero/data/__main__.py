@@ -14,11 +14,11 @@ import tyro
 from hpczero.data.corpus import Corpus
 from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, check_target, prepare
 from hpczero.data.rows import corpus_of
-from hpczero.data.team import Alone, Ranks, Team
 from hpczero.data.tokenize import LibraryTokenizer
 from hpczero.data.tokens import TokenFile
 from hpczero.errors import ConfigError, run
 from hpczero.job.long_work import watched
+from hpczero.job.team import Alone, Ranks, Team
 from hpczero.options.environment import Environment
 from hpczero.options.reading import parse_command_line
 from hpczero.run.results.progress import PhaseProgress

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
 import numpy as np
 import xxhash
 
-from hpczero.data.team import Alone, Team, shared
 from hpczero.errors import DataError
 from hpczero.files.regular import open_regular, reason
 from hpczero.job.long_work import Progress
+from hpczero.job.team import Alone, Team, shared
 
 if TYPE_CHECKING:
     from hpczero.data.rows import FileRows

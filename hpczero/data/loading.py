@@ -23,10 +23,10 @@ import xxhash
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpczero.data.batches import Int64Array, Sampler, at_even_distances
-from hpczero.data.team import Alone, Ranks, Team, shared
 from hpczero.errors import ConfigError, DataError
 from hpczero.files.direct import read_at
 from hpczero.files.regular import open_regular, reason
+from hpczero.job.team import Alone, Ranks, Team, shared
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology

@@ -24,7 +24,6 @@ import numpy as np
 
 from hpczero.data.appendix import FORMAT, LINE_NBYTES
 from hpczero.data.corpus import Corpus, TextSource
-from hpczero.data.team import Alone, Team
 from hpczero.data.token_writer import TRAIN, VALIDATION, Ids, TokenWriter, create
 from hpczero.data.tokenize import (
     LONG_WORD,
@@ -38,6 +37,7 @@ from hpczero.data.tokens import SIGNATURE, VERSION
 from hpczero.errors import ConfigError, DataError
 from hpczero.files.regular import kind_of, opened, reason
 from hpczero.job.long_work import Progress, in_order
+from hpczero.job.team import Alone, Team
 from hpczero.options.config import DataOptions
 
 # The text of a corpus in pieces: which of it is held out, and which pieces a rank tokenizes at a time.

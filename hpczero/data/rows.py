@@ -27,10 +27,10 @@ import xxhash
 
 from hpczero.data import corpus
 from hpczero.data.corpus import ROWS, Corpus, Text
-from hpczero.data.team import Alone, Team, shared
 from hpczero.errors import ConfigError, DataError
 from hpczero.files.regular import WHY, Explained, check_regular, reason
 from hpczero.job.long_work import Progress
+from hpczero.job.team import Alone, Team, shared
 
 OPEN_FILES = 16
 KEPT_PARTS = 2  # row groups in memory: one for each thread that makes tokens

@@ -24,12 +24,12 @@ import numpy.typing as npt
 
 from hpczero.data import appendix
 from hpczero.data.appendix import FORMAT, SPLITS, VERSION, Description, SplitPart, check_ids
-from hpczero.data.team import Alone, Team
 from hpczero.data.tokenize import Tokenizer
 from hpczero.errors import DataError
 from hpczero.files.direct import read_at, write_at
 from hpczero.files.durable import remove_old
 from hpczero.files.regular import WHY, Explained
+from hpczero.job.team import Alone, Team
 
 # HDF5's part of a token file: its structures are made in memory, around tokens that are in the file already.
 #

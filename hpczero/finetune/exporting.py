@@ -3,7 +3,8 @@
     save_adapter   adapter_config.json, adapter_model.safetensors   peft's format, of our own products too
     save_merged    config.json, model.safetensors                   the names of the model before the products
 
-World rank 0 writes. It holds the trained parameters and, of the frozen ones, a unit at a time.
+World rank 0 writes an adapter; all ranks write merged weights. Each holds the trained parameters and, of the frozen
+ones, a unit at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import ConfigError
 from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product, is_peft, saved_by_peft
 from hpczero.finetune.lowrank import child_of, merged, products_of
+from hpczero.job.team import Team
 from hpczero.memory.buffers import DTYPES
 from hpczero.zero.full_state import is_whole
 from hpczero.zero.sharding import Sharding
@@ -101,7 +103,7 @@ def save_merged(
         if dtype not in DTYPES:
             raise ConfigError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
         adapted = Adapted.of(model, task)
-    stream(model, lambda tensors: _Merging(adapted, tensors, DTYPES[dtype], folder))
+    stream(model, lambda tensors, team: _Merging(adapted, tensors, DTYPES[dtype], folder, team))
     return folder
 
 
@@ -109,7 +111,12 @@ class _Merging(FolderWriter):
     """Parameters of a model and its products on their way into merged weights; products come before layers."""
 
     def __init__(
-        self, adapted: Adapted, tensors: Mapping[str, Any], dtype: torch.dtype, folder: Path
+        self,
+        adapted: Adapted,
+        tensors: Mapping[str, Any],
+        dtype: torch.dtype,
+        folder: Path,
+        team: Team,
     ) -> None:
         self._names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
         self._products = {product.weight: product for product in adapted.products}
@@ -124,7 +131,7 @@ class _Merging(FolderWriter):
                 own = dtype if tensor.is_meta else tensor.dtype
                 written[key] = torch.empty(tensor.shape, dtype=own, device="meta")
         super().__init__(
-            folder, written, 2**63, lambda place: _write_config(adapted.base, place, dtype)
+            folder, written, 2**63, lambda place: _write_config(adapted.base, place, dtype), team
         )
 
     @override
@@ -133,8 +140,7 @@ class _Merging(FolderWriter):
             name = self._names[id(stand)]
             if name in self._waits:
                 self._factors[name] = value.clone()  # the unit's buffer would stay with it
-            elif id(stand) in self._keys:
-                key = self._keys[id(stand)]
+            elif (key := self._keys.get(id(stand))) is not None and self.is_mine(key):
                 self.write(
                     key, cast(self._with_product(name, value), self._tensors[key].dtype, name)
                 )

@@ -1,6 +1,6 @@
 """save_pretrained: a zeroified model of transformers as a folder that transformers loads.
 
-unit by unit: shards -> rank 0 -> names and layouts of the files -> dtype -> files under a hidden name -> rename
+unit by unit: shards -> every rank -> names and layouts of the files -> dtype -> files under a hidden name -> rename
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hpczero.hf.building import ModelChoice, of_folder
 from hpczero.hf.converting import TensorGroup
 from hpczero.hf.files import WeightFolder, match, owners_of
 from hpczero.hf.hub import conversion, model_kind
+from hpczero.job.team import Team
 from hpczero.memory.buffers import DTYPES
 from hpczero.zero.zeroify import sharding
 
@@ -125,7 +126,8 @@ def save_pretrained(
 ) -> None:
     """Write a zeroified model as a folder for ``from_pretrained``, at any stage. Collective over the topology's world.
 
-    Rank 0 writes, and holds one unit at a time. The folder appears under its name once all of it is on the disk.
+    All ranks write, each its own tensors, and hold one unit at a time; rank 0 alone does where ranks hold parts of the
+    model. The folder appears under its name once all of it is on the disk.
 
     Args:
         model: of transformers, between two steps.
@@ -158,7 +160,10 @@ def save_pretrained(
         _check_form(dtype, shard_mib)
     place = Path(folder)
     stream(
-        model, lambda found: FolderStream(model, found, DTYPES[dtype], place, shard_mib, tokenizer)
+        model,
+        lambda found, team: FolderStream(
+            model, found, DTYPES[dtype], place, shard_mib, tokenizer, team
+        ),
     )
 
 
@@ -170,7 +175,7 @@ def _check_form(dtype: str, shard_mib: int) -> None:
 
 
 class FolderStream(FolderWriter):
-    """The tensors of a model on their way into a folder, in any order. One rank has it."""
+    """The tensors of a model on their way into a folder, in any order."""
 
     def __init__(
         self,
@@ -180,6 +185,7 @@ class FolderStream(FolderWriter):
         folder: Path,
         shard_mib: int,
         tokenizer: Any,
+        team: Team | None = None,
     ) -> None:
         """Not collective. Raises ConfigError where names cannot be converted back, or as of ``FolderWriter``.
 
@@ -190,6 +196,7 @@ class FolderStream(FolderWriter):
             folder: as of ``FolderWriter``.
             shard_mib: most MiB of one file.
             tokenizer: as of ``save_pretrained``.
+            team: as of ``FolderWriter``.
         """
         self._model, self._dtype = model, dtype
         kept = _once(model, {n: t for n, t in tensors.items() if isinstance(t, Tensor)})
@@ -205,7 +212,7 @@ class FolderStream(FolderWriter):
             own = self._dtype_of(outcome)
             written |= {key: meta(shape, own) for key, shape in outcome.shapes.items()}
         beside = partial(write_beside, model, dtype=dtype, tokenizer=tokenizer)
-        super().__init__(folder, written, shard_mib * 2**20, beside)
+        super().__init__(folder, written, shard_mib * 2**20, beside, team)
 
     @override
     def put(self, pairs: Pairs) -> None:
@@ -226,6 +233,8 @@ class FolderStream(FolderWriter):
 
     def _take(self, name: str, values: Tensor) -> None:
         outcome = self._outcomes[name]
+        if not self.is_mine(next(iter(outcome.shapes))):
+            return
         self._waiting[name] = values.detach().cpu()
         if any(source not in self._waiting for source in outcome.sources):
             return

@@ -1,6 +1,6 @@
 """The training loop, to be read from top to bottom.
 
-Every rank runs all of it; only rank 0 writes files.
+Every rank runs all of it; only rank 0 writes files, but for checkpoints and the final weights.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hpczero.files.regular import reason
 from hpczero.job import log
 from hpczero.job.launch import start_topology, use_own_cores
 from hpczero.job.signals import Signals
+from hpczero.job.team import Team
 from hpczero.options.config import RunConfig
 from hpczero.parallel.tensor import close
 from hpczero.plan.degrees import mesh_on_nodes
@@ -101,14 +102,15 @@ def end_finished(run: Run, found: Found | None) -> int:
 
 
 def _write_weights(run: Run) -> None:
-    """Write the final weights; no rank holds more than one unit of them. Collective."""
+    """Write the final weights: each rank its own tensors, and none holds more than one unit. Collective."""
 
-    def begin(tensors: dict[str, Any]) -> WeightsWriter:
-        run.lock.lock.check()
+    def begin(tensors: dict[str, Any], team: Team) -> WeightsWriter:
+        if team.rank == 0:
+            run.lock.lock.check()
         tokenizer = run.reading.identity().get(resume.TOKENIZER)
         steps = run.config.train.steps
         return begin_weights(
-            run.folder.weights, tensors, card=run.card, tokenizer=tokenizer, step=steps
+            run.folder.weights, tensors, card=run.card, tokenizer=tokenizer, step=steps, team=team
         )
 
     stream(run.model, begin, before_commit=run.lock.lock.check)

@@ -267,8 +267,9 @@ class StateByUnit:
     For models whose ``state_dict()`` holds the parameters as they are: their values are not there when it is called.
 
     Attributes:
-        tensors: what ``full_state_dict`` returns, but of each parameter a tensor of its shape on "meta"; None but on
-            world rank 0.
+        on_every_rank: whether every rank has all names and values; else world rank 0 alone, as ranks hold parts.
+        tensors: what ``full_state_dict`` returns, but of each parameter a tensor of its shape on "meta"; None where
+            names and values are not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -280,7 +281,8 @@ class StateByUnit:
         self._state = _checked(model)
         self.tensors: dict[str, Any] | None = None
         self._known: dict[int, Tensor] = {}  # what stands for a parameter, by its id
-        self._parts = None if is_whole(self._state) else WholeModel(self._state)
+        self.on_every_rank = is_whole(self._state)
+        self._parts = None if self.on_every_rank else WholeModel(self._state)
         if self._parts is not None:
             shapes = self._parts.shapes if self._state.topology.is_root else {}
             known = {name: _shown_as(shape) for name, shape in shapes.items()}
@@ -289,16 +291,13 @@ class StateByUnit:
                 self.tensors = _ordered(self._parts, known, buffers)
             return
         with self._state.topology.agreed("name the weights"):
-            if self._state.topology.is_root:
-                for unit in self._state.units:
-                    for parameter, slot in zip(
-                        unit.parameters, unit.spec.layout.slots, strict=True
-                    ):
-                        self._known[id(parameter)] = _shown_as(slot.shape)
-                self.tensors = _named(model, self._known)
+            for unit in self._state.units:
+                for parameter, slot in zip(unit.parameters, unit.spec.layout.slots, strict=True):
+                    self._known[id(parameter)] = _shown_as(slot.shape)
+            self.tensors = _named(model, self._known)
 
     def units(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Of each unit, what stands for each parameter and its whole fp32 value; none but on world rank 0.
+        """Of each unit, what stands for each parameter and its whole fp32 value; none where names and values are not.
 
         Units that train come first, where the model is whole. Each list is empty again once the next is asked for.
         Collective over world, each item: if one rank stops early, all do.
@@ -311,9 +310,7 @@ class StateByUnit:
                 values.clear()
             return
         for unit in sorted(self._state.units, key=lambda unit: not unit.spec.trainable):
-            found = [
-                (self._known[key], value) for key, value in _values_of(unit).items() if self._known
-            ]
+            found = [(self._known[key], value) for key, value in _values_of(unit).items()]
             yield found
             found.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -19,9 +20,11 @@ from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import step_folder
 from hpczero.checkpoint.foreign.exporting import Exported, WeightsForm, cast, export
+from hpczero.checkpoint.foreign.safe_file import SafeFile
 from hpczero.data import BPETokenizer, ByteTokenizer
 from hpczero.data.tokenize import LibraryTokenizer
 from hpczero.errors import ConfigError, CorruptCheckpoint
+from hpczero.job.team import Ranks
 from tests.checkpoint.damage import datasets, flip_in
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, once, read_all, state
 from tests.checkpoint.programs import command, program_of
@@ -136,6 +139,49 @@ def test_newest_sound_one_is_exported(tmp_path: Path) -> None:
     damage(tmp_path / "run" / "step-000000003")
     with pytest.raises(CorruptCheckpoint, match=r"step-000000004.*1 older ones are not sound"):
         export(tmp_path / "run", tmp_path / "none")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("form", [WeightsForm(shard_mib=1), WeightsForm(dtype="bf16")], ids=str)
+def test_all_ranks_write_what_one_process_writes(world: World, form: WeightsForm) -> None:
+    run, team = world.folder / "run", Ranks(world.topology)
+    world.on_root(checkpoint, run, state())
+    world.on_root(export, run, world.folder / "alone", form)
+    steps, calls = SafeFile.steps, []
+
+    def noted(writer: SafeFile, name: str, pieces: Any) -> Any:
+        calls.append(name)
+        return steps(writer, name, pieces)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SafeFile, "steps", noted)
+        found = export(run, world.folder / "all", form, team=team)
+    world.check(found == Exported(run / "step-000000003", 3, len(state()) - 1, found.nbytes))
+    world.check(calls, "a rank has written nothing")
+
+    def same() -> None:
+        alone = sorted((world.folder / "alone").iterdir())
+        assert [path.name for path in alone] == sorted(os.listdir(world.folder / "all"))
+        for path in alone:
+            assert path.read_bytes() == (world.folder / "all" / path.name).read_bytes()
+
+    world.on_root(same)
+    world.raises(ConfigError, "is there already", export, run, world.folder / "all", team=team)
+
+
+@pytest.mark.mpi
+def test_what_one_rank_finds_wrong_all_ranks_refuse(world: World) -> None:
+    run, team = world.folder / "run", Ranks(world.topology)
+    out = world.folder / "made" / "out"
+    world.on_root(checkpoint, run, state())
+
+    def damage_what_the_last_rank_reads() -> None:
+        (master, *_) = datasets(run / "step-000000003")
+        flip_in(run / "step-000000003", master, master.numel - 1)
+
+    world.on_root(damage_what_the_last_rank_reads)
+    world.raises(CorruptCheckpoint, "/state/master", export, run, out, team=team)
+    world.check(not out.parent.exists() or not os.listdir(out.parent))
 
 
 def test_copy_under_another_steps_name_is_exported_where_it_is_asked_for_alone(

@@ -17,8 +17,8 @@ import pytest
 
 from hpczero.data import Corpus, TokenFile, prepare
 from hpczero.data import token_writer as tokenwriter
-from hpczero.data.team import Ranks
 from hpczero.errors import DataError
+from hpczero.job.team import Ranks
 from tests.data.blocks import blocks_of
 from tests.helpers.killed import Job
 from tests.helpers.mpirun import run_ranks

@@ -13,9 +13,9 @@ import pytest
 from hpczero.data import Corpus, TokenFile, prepare
 from hpczero.data import rows as rows_of
 from hpczero.data.rows import corpus_of
-from hpczero.data.team import Ranks
 from hpczero.data.tokenize import LibraryTokenizer
 from hpczero.errors import ConfigError, DataError
+from hpczero.job.team import Ranks
 from tests.helpers.mpirun import run_ranks
 from tests.helpers.parallel import on_root, parallel_assert
 from tests.helpers.small_models import raises_on_all

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 import hpczero
 from hpczero import finetune
@@ -113,16 +114,16 @@ def test_a_failed_save_leaves_nothing(world: World, monkeypatch: pytest.MonkeyPa
     llama.on_disk(world, "a")
     model, _ = llama.sharded(world, "a")
     save = partial(hpczero.hf.save_pretrained, model, world.folder / "b")
-    put, calls = WeightsWriter.put, []
+    put, calls = WeightsWriter.put_tensor, []
 
-    def fails(writer: WeightsWriter, pairs: Any) -> None:
+    def fails(writer: WeightsWriter, tensor: Tensor, values: Tensor) -> None:
         calls.append(1)
         if len(calls) == 5:
             raise CheckpointError("no space")
-        put(writer, pairs)
+        put(writer, tensor, values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WeightsWriter, "put", fails)
+        patch.setattr(WeightsWriter, "put_tensor", fails)
         world.raises(CheckpointError, "no space", save)
     world.check(os.listdir(world.folder) == ["a"], str(os.listdir(world.folder)))
     save()  # and the model goes on

@@ -175,7 +175,7 @@ def test_what_fails_on_rank_0_fails_on_all_and_leaves_nothing(
         kind: type[Exception] = CheckpointError
         with monkeypatch.context() as patch:
             if what == "a tensor":
-                right, calls = WeightsWriter._put, []
+                right, calls = WeightsWriter.put_tensor, []
 
                 def put(self: Any, tensor: Tensor, values: Tensor) -> None:
                     calls.append(1)
@@ -183,7 +183,7 @@ def test_what_fails_on_rank_0_fails_on_all_and_leaves_nothing(
                         self._file = Full(self._file)
                     right(self, tensor, values)
 
-                patch.setattr(WeightsWriter, "_put", put)
+                patch.setattr(WeightsWriter, "put_tensor", put)
             elif what == "the end":
                 patch.setattr("os.fsync", broken)
             elif what == "the tier":

@@ -1,5 +1,6 @@
-"""Weights out of a checkpoint, for other programs: safetensors files or one torch file. One process, without MPI.
+"""Weights out of a checkpoint, for other programs: safetensors files or one torch file.
 
+One process does it, without MPI, or all ranks of a team: each reads and writes a range of the tensors.
 Parameters are exported from their fp32 masters, in the dtype that is asked for. Persistent buffers keep their dtype.
 torch is imported only where a torch file is written.
 """
@@ -10,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -30,6 +32,7 @@ from hpczero.data.tokenize import as_library, from_json
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import Hidden
 from hpczero.files.regular import WHY, Explained
+from hpczero.job.team import Alone, Team
 
 if TYPE_CHECKING:
     import torch
@@ -100,13 +103,16 @@ class Exported:
     nbytes: int
 
 
-def export(path: Path, out: Path, form: WeightsForm | None = None) -> Exported:
-    """Write the weights of a checkpoint to ``out``. Not collective.
+def export(
+    path: Path, out: Path, form: WeightsForm | None = None, *, team: Team | None = None
+) -> Exported:
+    """Write the weights of a checkpoint to ``out``. Collective over ``team``.
 
     Args:
         path: a checkpoint, or the folder of checkpoints or of a run, of which the newest sound one is read.
         out: folder of safetensors files, or torch file; it must not exist yet.
         form: what the weights shall look like.
+        team: the ranks that read and write, which give the same arguments; None: this process.
 
     Raises:
         ConfigError: there is no checkpoint, ``out`` exists, or the checkpoint does not fit ``form``.
@@ -114,58 +120,85 @@ def export(path: Path, out: Path, form: WeightsForm | None = None) -> Exported:
         CheckpointMismatch: a later version wrote it.
         CheckpointNotWritten: ``out`` cannot be written.
     """
-    form, out = form or WeightsForm(), out.resolve()
-    candidates = checkpoints_at(path)
-    there = kind_at(out)
-    empty = there == "a directory" and form.format == "safetensors" and not any(out.iterdir())
-    if there and not empty:
-        raise ConfigError(f"{out}: is there already; give another name, or take it away")
-    return of_newest(path, candidates, lambda stored: _write(stored, out, form))
+    form, out, team = form or WeightsForm(), out.resolve(), team or Alone()
+    found: list[str] = []
+    with team.agreed("look for the checkpoint"):
+        if form.format == "torch" and team.size > 1:
+            raise ConfigError(
+                "--format torch: one process writes the file; leave mpirun or srun out"
+            )
+        if team.rank == 0:
+            found = [str(each) for each in checkpoints_at(path)]
+            there = kind_at(out)
+            empty = there == "a directory" and form.format != "torch" and not any(out.iterdir())
+            if there and not empty:
+                raise ConfigError(f"{out}: is there already; give another name, or take it away")
+    candidates = [Path(each) for each in team.all_gather_lists(found)[0]]
+    return of_newest(path, candidates, lambda stored: _write(stored, out, form, team), team)
 
 
-def of_newest(path: Path, candidates: Sequence[Path], use: Callable[[Stored], T]) -> T:
-    """What ``use`` makes of the newest sound checkpoint of ``candidates``, newest first. Not collective.
+def of_newest(
+    path: Path,
+    candidates: Sequence[Path],
+    use: Callable[[Stored], T],
+    team: Team | None = None,
+) -> T:
+    """What ``use`` makes of the newest sound checkpoint of ``candidates``, newest first. Collective over ``team``.
 
-    ``use`` raises CorruptCheckpoint where a checkpoint is not sound, and leaves nothing then.
+    ``use`` raises CorruptCheckpoint where a checkpoint is not sound, on every rank, and leaves nothing then.
 
     Raises:
         CorruptCheckpoint: none is sound; the message says what is wrong with the newest.
     """
-    failed: list[str] = []
+    team, failed = team or Alone(), list[str]()
     for candidate in candidates:
         try:
-            with Stored(candidate) as stored:
-                wrong = misnamed(candidate, stored.manifest)
-                if wrong and candidate != path:
-                    raise CorruptCheckpoint(wrong)
+            with ExitStack() as stack:
+                with team.agreed("read the checkpoint"):
+                    stored = stack.enter_context(Stored(candidate))
+                    wrong = misnamed(candidate, stored.manifest)
+                    if wrong and candidate != path:
+                        raise CorruptCheckpoint(wrong)
                 found = use(stored)
         except CorruptCheckpoint as error:
-            logger.warning("%s", error)
+            if team.rank == 0:
+                logger.warning("%s", error)
             failed.append(str(error))
             continue
-        if failed:
+        if failed and team.rank == 0:
             logger.warning("exported the older %s", candidate)
         return found
     older = f"; {len(failed) - 1} older ones are not sound either" if failed[1:] else ""
-    raise CorruptCheckpoint(f"{failed[0]}{older}. Restore one from a copy")
+    with team.agreed("find a sound checkpoint"):
+        raise CorruptCheckpoint(f"{failed[0]}{older}. Restore one from a copy")
 
 
-def _write(stored: Stored, out: Path, form: WeightsForm) -> Exported:
-    names = _Names(stored, form)
-    entries = dict([*_parameters(stored, form, names), *buffers_of(stored)])
+def _write(stored: Stored, out: Path, form: WeightsForm, team: Team) -> Exported:
+    with team.agreed("name the weights"):
+        names = _Names(stored, form)
+        entries = dict([*_parameters(stored, form, names), *buffers_of(stored)])
     nbytes = sum(entry.nbytes for entry in entries.values())
     text = f"{out}: cannot be written ({WHY}); check the path, space and permissions"
-    with Explained(CheckpointNotWritten, text), Hidden(out) as hidden:
-        _check_room(out.parent, nbytes)
-        if form.format == "torch":
-            _write_torch(hidden.path, entries, names.tied)
-        else:
-            hidden.path.mkdir()
-            if names.config is not None:
-                names.write_config(hidden.path)
-            safefile.write_all(hidden.path, entries, names.metadata(), form.shard_mib * 2**20)
-        hidden.commit()
-    if left_out := stored.manifest.meta.get("extra_states"):
+    told = Explained(CheckpointNotWritten, text)
+    hidden = Hidden(out)
+    with ExitStack() as stack:
+        with team.agreed("begin the weights"), told:
+            if team.rank == 0:
+                stack.enter_context(hidden)
+                _check_room(out.parent, nbytes)
+                if form.format == "torch":
+                    _write_torch(hidden.path, entries, names.tied)
+                else:
+                    hidden.path.mkdir()
+                    if names.config is not None:
+                        names.write_config(hidden.path)
+        if form.format == "safetensors":
+            place = Path(team.all_gather_lists([str(hidden.path)])[0][0])
+            safefile.write_all(place, entries, names.metadata(), form.shard_mib * 2**20, team)
+        with team.agreed("name the weights"), told:
+            if team.rank == 0:
+                hidden.commit()
+    if team.rank == 0 and (left_out := stored.manifest.meta.get("extra_states")):
         logger.warning(
             "%s: left out what get_extra_state() of %s gave; only a load of the checkpoint has it",
             out,

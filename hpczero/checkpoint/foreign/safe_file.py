@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from typing_extensions import Self, override
+from typing_extensions import Self
 
-from hpczero.errors import CheckpointError
+from hpczero.errors import CheckpointError, CheckpointNotWritten
 from hpczero.files.regular import WHY, Explained, parse_json
+from hpczero.job.team import Alone, Team
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +37,14 @@ UNKNOWN = "0" * 16  # as long as any other
 Array = npt.NDArray[Any]
 
 
+def digest_of_tensor(dtype: str, shape: Iterable[int]) -> Any:
+    """Digest of one tensor, to be updated with its contiguous bytes; ``dtype`` as in the file."""
+    return xxhash.xxh3_64(f"{dtype} {list(shape)} ".encode())
+
+
 def tensor_digest(dtype: str, shape: Iterable[int], pieces: Iterable[Array]) -> str:
-    """Digest of one tensor, 16 hexadecimal digits, from its dtype in the file, its shape and its contiguous bytes."""
-    state = xxhash.xxh3_64(f"{dtype} {list(shape)} ".encode())
+    """``digest_of_tensor``, 16 hexadecimal digits, of bytes that are there."""
+    state = digest_of_tensor(dtype, shape)
     for piece in pieces:
         state.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
     return str(state.hexdigest())
@@ -143,21 +149,30 @@ class TensorEntry:
 class SafeFile:
     """One file on its way to the disk; a context manager, which leaves nothing of a file that was not committed.
 
-    Tensors come in any order. Calls raise OSError where the file cannot be written. Not collective.
+    Several ranks may write it, each its own tensors, whole. Entering the block and ``commit`` are collective over them;
+    ``write`` is not. Calls raise ``error`` where the file cannot be written. Tensors come in any order.
     """
 
+    error: type[CheckpointError] = CheckpointNotWritten
+
     def __init__(
-        self, path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]
+        self,
+        path: Path,
+        entries: Mapping[str, TensorEntry],
+        metadata: Mapping[str, str],
+        team: Team | None = None,
     ) -> None:
         """Nothing is written before the block begins.
 
         Args:
-            path: replaced if it exists.
+            path: replaced if it exists; the same file on every rank.
             entries: the tensors by name.
             metadata: what the file says beside its tensors.
+            team: the ranks that write, which all give the same arguments; None: this process.
         """
         self._entries, self._metadata = entries, metadata
-        self._digests = dict.fromkeys(entries, UNKNOWN)
+        self._team = team or Alone()
+        self._digests: dict[str, str] = {}  # of what this rank has written
         self._places: dict[str, int] = {}
         self._nbytes = 0
         for name in sorted(sorted(entries), key=lambda name: -_RANKS[entries[name].dtype]):
@@ -166,44 +181,64 @@ class SafeFile:
         self._path = path
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._file: BinaryIO | None = None
-        self._begin = 0  # of the tensors in the file
+        self._begin = len(self._header({}))  # of the tensors in the file
 
     def write(self, name: str, pieces: Iterable[Array]) -> None:
         """Write the bytes of one tensor, which are given from first to last."""
+        for _ in self.steps(name, pieces):
+            pass
+
+    def steps(self, name: str, pieces: Iterable[Array]) -> Iterator[None]:
+        """As ``write``; stops after each piece."""
         entry = self._entries[name]
-        file = self._file
-        assert file is not None, "begun"
         end = self._begin + self._places[name] + entry.nbytes
-        file.seek(end - entry.nbytes)
-
-        def written() -> Iterator[Array]:
-            for piece in pieces:
-                flat = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
-                file.write(flat.data)
-                yield flat
-
-        self._digests[name] = tensor_digest(entry.code, entry.shape, written())
-        assert file.tell() == end, f"{name}: {file.tell() - end} bytes too many"
+        state = digest_of_tensor(entry.code, entry.shape)
+        with self._told():
+            if self._file is None:
+                self._file = self._temporary.open("r+b")
+            self._file.seek(end - entry.nbytes)
+        for piece in pieces:
+            flat = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+            with self._told():
+                self._file.write(flat.data)
+            state.update(flat.data)
+            yield
+        assert self._file.tell() == end, f"{name}: {self._file.tell() - end} bytes too many"
+        self._digests[name] = state.hexdigest()
 
     def commit(self) -> None:
         """All tensors are written: the file takes its name, once it is on the disk."""
-        assert self._file is not None, "begun"
-        missing = [name for name, digest in self._digests.items() if digest == UNKNOWN]
+        team = self._team
+        with team.agreed(f"write {self._path.name}"), self._told():
+            if self._file is not None:
+                _to_disk(self._file)
+                self._file.close()
+        found = {k: v for part in team.all_gather_lists([*self._digests.items()]) for k, v in part}
+        missing = [name for name in self._entries if name not in found]
         assert not missing, f"never written: {missing}"
-        self._file.seek(0)
-        self._file.write(self._header())
-        self._file.flush()
-        os.fsync(self._file.fileno())  # a rename may reach the disk before the contents do
-        self._file.close()
-        self._temporary.replace(self._path)
+        with team.agreed(f"write {self._path.name}"), self._told():
+            if team.rank == 0:
+                with self._temporary.open("r+b") as file:
+                    file.write(self._header(found))
+                    _to_disk(file)
+                self._temporary.replace(self._path)
 
     def __enter__(self) -> Self:
-        header = self._header()  # of the same size as the last one
-        self._begin = len(header)
+        header = self._header({})
+        digests = self._team.all_gather_lists([xxhash.xxh3_64(header).hexdigest()])
+        if any(theirs != digests[0] for theirs in digests):
+            raise self.error(
+                f"{self._path}: ranks differ in the names, shapes or dtypes of its tensors, or in what it says beside "
+                "them; give the same model and the same options on every rank"
+            )
         try:
-            self._file = self._temporary.open("wb")
-            self._file.write(header)
-            self._file.truncate(self._begin + self._nbytes)  # an empty tensor may be the last
+            with self._team.agreed(f"begin {self._path.name}"), self._told():
+                if self._team.rank == 0:
+                    self._file = self._temporary.open("wb")
+                    self._file.write(header)
+                    # an empty tensor may be the last
+                    self._file.truncate(self._begin + self._nbytes)
+                    self._file.flush()
         except BaseException:
             self.__exit__()
             raise
@@ -214,10 +249,19 @@ class SafeFile:
             if self._file is not None:
                 self._file.close()
         with suppress(OSError):
-            self._temporary.unlink(missing_ok=True)
+            if self._team.rank == 0:
+                self._temporary.unlink(missing_ok=True)
 
-    def _header(self) -> bytes:
-        metadata = with_digests(self._metadata, self._digests)
+    def _told(self) -> Explained:
+        return Explained(
+            self.error,
+            f"{self._path}: the weights cannot be written ({WHY}); check space and permissions",
+        )
+
+    def _header(self, digests: Mapping[str, str]) -> bytes:
+        """Of the same size, whether ``digests`` are known or not."""
+        known = {name: digests.get(name, UNKNOWN) for name in self._entries}
+        metadata = with_digests(self._metadata, known)
         header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
         for name, begin in self._places.items():
             entry = self._entries[name]
@@ -229,6 +273,12 @@ class SafeFile:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
+
+
+def _to_disk(file: BinaryIO) -> None:
+    """A rename may reach the disk before the contents do."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def divided(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
@@ -263,18 +313,50 @@ def write_index(folder: Path, parts: Mapping[str, list[str]], sizes: Mapping[str
 
 
 def write_all(
-    folder: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str], most: int
+    folder: Path,
+    entries: Mapping[str, TensorEntry],
+    metadata: Mapping[str, str],
+    most: int,
+    team: Team | None = None,
 ) -> None:
-    """Write files of at most ``most`` bytes, then the index. Raises OSError: they cannot be written."""
+    """Write files of at most ``most`` bytes, then the index. Collective over ``team``.
+
+    Each rank writes a range of the tensors, in their order: about as many bytes as any other rank.
+
+    Raises:
+        CheckpointNotWritten: they cannot be written.
+    """
+    team = team or Alone()
     sizes = {name: entry.nbytes for name, entry in entries.items()}
     parts = divided(sizes, most)
-    for file, names in parts.items():
-        part = {name: entries[name] for name in names}
-        with SafeFile(folder / file, part, metadata) as writer:
-            for name, entry in part.items():
-                writer.write(name, entry.pieces())
+    with ExitStack() as stack:
+        homes: dict[str, SafeFile] = {}
+        for file, names in parts.items():
+            part = {name: entries[name] for name in names}
+            writer = stack.enter_context(SafeFile(folder / file, part, metadata, team))
+            homes |= dict.fromkeys(names, writer)
+
+        def steps() -> Iterator[None]:
+            for name, rank in ranges(sizes, team.size).items():
+                if rank == team.rank:
+                    yield from homes[name].steps(name, entries[name].pieces())
+
+        team.take_steps("write the weights", steps())
+        for writer in dict.fromkeys(homes.values()):
             writer.commit()
-    write_index(folder, parts, sizes)
+    with team.agreed("write the index"):
+        if team.rank == 0:
+            write_index(folder, parts, sizes)
+
+
+def ranges(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Which of ``ranks`` writes each tensor: neighbours go to one rank, and ranks have about as many bytes each."""
+    total, begin = max(sum(sizes.values()), 1), 0
+    found = {}
+    for name, nbytes in sizes.items():
+        found[name] = min((2 * begin + nbytes) * ranks // (2 * total), ranks - 1)
+        begin += nbytes
+    return found
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -286,10 +368,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class WeightsWriter(SafeFile):
-    """One file of tensors of torch. Entering the block, ``put`` and ``commit`` raise CheckpointError."""
+    """One file of tensors of torch."""
+
+    error = CheckpointError
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        metadata: Mapping[str, str],
+        team: Team | None = None,
     ) -> None:
         """Nothing is written before the block begins.
 
@@ -298,6 +386,7 @@ class WeightsWriter(SafeFile):
             tensors: shapes and dtypes by name, in the order of the model; values do not matter. The same tensor under
                 several names is written under the first.
             metadata: what the file says beside its tensors.
+            team: as of ``SafeFile``. Each tensor is written by one rank.
         """
         self._names = {id(tensors[name]): name for name in reversed(list(tensors))}
         self._tensors = dict(tensors)  # ids stay theirs
@@ -307,38 +396,35 @@ class WeightsWriter(SafeFile):
             )
             for name in self._names.values()
         }
-        super().__init__(path, entries, metadata)
+        super().__init__(path, entries, metadata, team)
+        self._writers = spread({name: e.nbytes for name, e in entries.items()}, self._team.size)
 
     def put(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Write values, each with the very tensor that the file was begun with, of the same shape and dtype.
+        """Write those values that this rank writes, each with the very tensor that the file was begun with.
+
+        Shapes and dtypes are those of the tensors. Not collective.
 
         Raises:
             CheckpointError: they cannot be written.
         """
         for tensor, values in pairs:
-            self._put(tensor, values)
+            if self._writers[self._names[id(tensor)]] == self._team.rank:
+                self.put_tensor(tensor, values)
 
-    def _put(self, tensor: Tensor, values: Tensor) -> None:
+    def put_tensor(self, tensor: Tensor, values: Tensor) -> None:
+        """As ``put``, of one tensor, whichever rank writes it."""
         import torch  # here: the checkpoint command writes files without it
 
         assert (values.dtype, values.shape) == (tensor.dtype, tensor.shape), "as it was begun"
         flat = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        with _told(self._path):
-            self.write(self._names[id(tensor)], [flat])
-
-    @override
-    def commit(self) -> None:
-        with _told(self._path):
-            super().commit()
-
-    @override
-    def __enter__(self) -> Self:
-        with _told(self._path):
-            return super().__enter__()
+        self.write(self._names[id(tensor)], [flat])
 
 
-def _told(path: Path) -> Explained:
-    return Explained(
-        CheckpointError,
-        f"{path}: the weights cannot be written ({WHY}); check space and permissions",
-    )
+def spread(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Which of ``ranks`` writes each tensor: the one that has the fewest bytes, so neighbours go to different ranks."""
+    loads = [0] * ranks
+    found = {}
+    for name, nbytes in sizes.items():
+        found[name] = loads.index(min(loads))
+        loads[found[name]] += nbytes
+    return found

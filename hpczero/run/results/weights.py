@@ -1,6 +1,7 @@
 """The final weights of a run: one safetensors file that states which model and tokenizer it belongs to.
 
-One rank writes whole tensors. Any rank reads them one at a time, so no reader needs memory for more than one parameter.
+Each rank writes tensors of its own, whole. Any rank reads them one at a time, so no reader needs memory for more than
+one parameter.
 Sharded checkpoints with optimizer state are read by ``run/sampling.py``.
 """
 
@@ -22,6 +23,7 @@ from hpczero.checkpoint.foreign.weight_files import RangeFile
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, launcher_rank
 from hpczero.files.regular import parse_json, shown
+from hpczero.job.team import Team
 from hpczero.models import GPTConfig
 
 logger = logging.getLogger("hpczero.weights")
@@ -57,15 +59,16 @@ def begin_weights(
     card: Mapping[str, Any],
     tokenizer: str | None,
     step: int,
+    team: Team | None = None,
 ) -> WeightsWriter:
-    """The file of ``write_weights``, to be written tensor by tensor; ``tensors`` need no values. Not collective.
+    """The file of ``write_weights``, written by the ranks of ``team``. Not collective; ``tensors`` need no values.
 
     ``card`` is what the file states of the model, of a GPT its sizes. ``tokenizer`` is JSON; None for a model that
     reads no tokens.
     """
     text = {} if tokenizer is None else {"tokenizer": tokenizer}
     return WeightsWriter(
-        path, tensors, {_KEY: json.dumps({"model": dict(card), **text, "step": step})}
+        path, tensors, {_KEY: json.dumps({"model": dict(card), **text, "step": step})}, team
     )
 
 

@@ -1,8 +1,8 @@
-"""What ranks do together while a token file is made: a team of one process, which needs no MPI, and one of all ranks.
+"""Teams, which make files together: a team of one process, which needs no MPI, and one of all ranks.
 
 [Note: Who may be slow]
-No collective takes longer than the work of a rank between two meetings: some blocks of text. The watchdog therefore
-ends the job where a rank hangs, for instance on a file server that is gone, and not because there is much text.
+No collective takes longer than the work of a rank between two meetings: some blocks of a file. The watchdog therefore
+ends the job where a rank hangs, for instance on a file server that is gone, and not because there is much to do.
 
 [Note: Asked to end]
 A rank that sleeps hears a signal at once. One that is inside of a collective hears it when all are there, which is
@@ -109,7 +109,7 @@ class Ranks:
         from hpczero.job.root_work import wait_asleep
 
         found = np.empty((self.size, len(mine)), dtype=np.int64)
-        with self._topology.watchdog.collective("a meeting of the ranks that prepare tokens"):
+        with self._topology.watchdog.collective("a meeting of the ranks that make a file"):
             wait_asleep(self._topology.world.comm.Iallgather(mine, found))
         if self.rank == 0:
             self._show(self.progress.now())
@@ -118,7 +118,7 @@ class Ranks:
     def all_gather_lists(self, mine: Sequence[T]) -> list[list[T]]:
         """The list of every rank, in rank order. Its items must pickle."""
         self.all_gather(np.zeros(1, dtype=np.int64))  # asleep until all are there
-        with self._topology.watchdog.collective("an exchange of the ranks that prepare tokens"):
+        with self._topology.watchdog.collective("an exchange of the ranks that make a file"):
             return self._topology.world.comm.allgather(list(mine))
 
     def gather(self, mine: ByteArray, nbytes: Sequence[int]) -> list[ByteArray]:
@@ -127,7 +127,7 @@ class Ranks:
 
         found = np.empty(sum(nbytes) if self.rank == 0 else 0, dtype=np.uint8)
         into = (found, list(nbytes)) if self.rank == 0 else None
-        with self._topology.watchdog.collective("the gather of tokens on rank 0"):
+        with self._topology.watchdog.collective("the gather of a file on rank 0"):
             wait_asleep(self._topology.world.comm.Igatherv(mine, into))
         return np.split(found, np.cumsum(nbytes)[:-1]) if self.rank == 0 else []
 
