@@ -84,6 +84,7 @@ class Leaves:
                 "zeroify(..., exact='require')"
             )
         self._exact = self._state.exact
+        self._state.advice.weighted = True  # each leaf counts the same, whatever its shape
         ranks = self._exact.ranks
         if not isinstance(count, int) or count < ranks:
             raise ConfigError(

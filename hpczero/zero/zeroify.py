@@ -53,7 +53,12 @@ from hpczero.zero.units.away_shard import (
     UnitStore,
 )
 from hpczero.zero.update.optimizer_state import state_names
-from hpczero.zero.update.optimizers import OptimizerSet, check_optimizer, check_uncut
+from hpczero.zero.update.optimizers import (
+    OptimizerSet,
+    check_optimizer,
+    check_uncut,
+    rounds_by_place,
+)
 from hpczero.zero.update.parts import method_behind
 from hpczero.zero.update.streamed import leaves_choice
 
@@ -401,6 +406,14 @@ def zeroify(
             transport=name or type(given).__name__.lower(),
             sparse=sparse_gradients,
         )
+        for each in optimizers:
+            if exactly is not None and rounds_by_place(each):
+                exactly.refuse(
+                    f"optimizer {type(each).__name__} is a class of the program's own, and operations such as pow and "
+                    "exp round the last elements of a tensor in another way",
+                    "if its step has sums, products, quotients and square roots alone, set the class attribute "
+                    "hpczero_exact = True",
+                )
         if (
             exactly is not None
             and name == "auto"

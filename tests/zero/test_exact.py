@@ -238,6 +238,75 @@ def test_a_fused_step_of_the_programs_own_is_refused(topology: hpczero.Topology)
 
 
 @pytest.mark.mpi
+def test_a_step_of_the_programs_own_is_refused_unless_it_says_how_it_rounds(
+    topology: hpczero.Topology,
+) -> None:
+    class Own(SGD):
+        hpczero_elementwise = True
+
+        def step(self, closure: Any = None) -> Any:
+            """Nothing."""
+
+    def zeroified(optimizer: type[SGD]) -> nn.Module:
+        model = MLP()
+        own = optimizer(model.parameters(), lr=0.1)
+        return hpczero.zeroify(model, own, topology=topology, exact="require")
+
+    with pytest.raises(StepError, match=r"Own is a class of the program's own.*hpczero_exact"):
+        zeroified(Own)
+    hpczero.release(zeroified(type("Said", (Own,), {"hpczero_exact": True})))
+
+
+class Late(nn.Module):
+    """Two parameters of odd sizes, of which each misses one of the first two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+        self.first = nn.Parameter(torch.randn(100, generator=draw))
+        self.second = nn.Parameter(torch.randn(127, generator=draw))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        parts = [self.first * x[:, :100]] * (step != 1) + [self.second * x[:, :127]] * (step != 0)
+        return sum((part.sum(1) for part in parts), torch.zeros(()))
+
+
+@pytest.mark.mpi
+def test_a_load_that_lays_states_together_changes_no_bit(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    """Fused steps round by where tensors end; counters are equal from step 2 on, states lie apart until a load."""
+
+    def made() -> tuple[nn.Module, Optimizer]:
+        model = Late()
+        optimizer = AdamW(model.parameters(), lr=0.03, fused=True)
+        return hpczero.zeroify(model, optimizer, topology=topology, exact="require"), optimizer
+
+    def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+        for step in steps:
+            for leaf in hpczero.Leaves(model, 3 * topology.size, step=step):
+                x = torch.randn(4, 127, generator=torch.Generator().manual_seed(10 * step + leaf))
+                (model(x, step) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = []
+    for loads in (False, True):
+        model, optimizer = made()
+        train(model, optimizer, range(4))
+        if loads:
+            hpczero.checkpoint.save(folder, model, optimizer, step=4)
+            hpczero.release(model)
+            model, optimizer = made()
+            hpczero.checkpoint.load(folder, model, optimizer)
+        train(model, optimizer, range(4, 40))
+        found.append(hpczero.full_state_dict(model) or {})
+        hpczero.release(model)
+    same = all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    parallel_assert(comm, same)
+
+
+@pytest.mark.mpi
 def test_a_buffer_that_forward_changes_is_refused(topology: hpczero.Topology) -> None:
     model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
     optimizer = AdamW(model.parameters())

@@ -347,6 +347,7 @@ class Shards:
         slots: (parameters,) the slot of each.
         pieces: (parameters,) which rank's piece each is.
         places: (parameters,) where each lies in the master.
+        start: element of the unit at which the master begins.
         master: (elements of all pieces,) fp32; a program may give it other memory.
     """
 
@@ -355,7 +356,7 @@ class Shards:
         self.parameters: list[nn.Parameter] = []
         self.slots: list[int] = []
         self.pieces: list[int] = []
-        self._layout = layout
+        self._layout, self.start = layout, start
         self.places: list[slice] = []
         self.master = master
         self._version = 0  # of the master

@@ -108,6 +108,18 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
+def rounds_by_place(optimizer: Optimizer) -> bool:
+    """Whether its step may round an element by where a piece ends: one of the program's own, unless it says otherwise.
+
+    Operations of torch that are approximated (pow, exp, sigmoid) round what fills no vector in another way (torch
+    2.13). A class that has sums, products, quotients and roots alone says so with ``hpczero_exact = True``.
+    """
+    kind = type(optimizer)
+    ours = kind.step.__module__.startswith(("torch.optim.", "hpczero."))
+    said = getattr(kind, "hpczero_exact", False)
+    return getattr(kind, "hpczero_elementwise", False) and not (ours or said)
+
+
 def describe_options(optimizer: Optimizer) -> list[str]:
     """Class and plain options of each group, for a comparison over ranks; what has no portable text is left out."""
     return [type(optimizer).__name__] + [

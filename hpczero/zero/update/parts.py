@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from hpczero.errors import StepError
-from hpczero.plan.layout import DEFAULT_ALIGN
+from hpczero.plan.layout import DEFAULT_ALIGN, ShardLayout
 from hpczero.zero.units.guard import all_have_gradients, have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizers import ELEMENTWISE
@@ -247,7 +247,7 @@ class PieceRun:
 
     @property
     def begin(self) -> int:
-        """Of their elements in the master, which begins at a multiple of 64 elements of the unit."""
+        """Of their elements in the master."""
         return self._begin
 
     def part_of(self, flat: Tensor) -> Tensor:
@@ -387,9 +387,10 @@ def _empty_groups(optimizer: Optimizer) -> None:
 
 # [Note: The same bits wherever a shard begins]
 # torch's fused kernels of the host round the last elements of a tensor, which fill no vector, in another way (torch
-# 2.13). Which elements these are depends on where a shard begins and ends. Where steps must not depend on that, a long
-# tensor is cut at the first and the last multiple of 64 elements of its unit, at which all shards begin: what lies
-# between fills all vectors, and the two ends lie in one shard however many there are.
+# 2.13). Which elements these are depends on where a shard begins and ends, and on which neighbours are one tensor,
+# which may change with a load. Where steps must not depend on that, a long tensor is cut where parameters begin and
+# end, and at the multiples of 64 elements of the unit around these places. All shards begin at such multiples: what
+# lies between fills all vectors, and the rest lies in one shard however many there are.
 
 
 APART = (
@@ -398,27 +399,36 @@ APART = (
 )
 
 
-def _cuts(numel: int, start: int) -> list[int]:
-    """Where a tensor that begins at element ``start`` of its unit is cut, both ends among them."""
-    first = min(-start % DEFAULT_ALIGN, numel)
-    last = max(numel - (start + numel) % DEFAULT_ALIGN, first)
-    return sorted({0, first, last, numel})
+def _cuts(layout: ShardLayout, start: int, numel: int) -> list[int]:
+    """Where ``numel`` elements from ``start`` of a unit on are cut, both ends among them."""
+    edges = {
+        start,
+        start + numel,
+        *(edge for slot in layout.slots for edge in (slot.offset, slot.stop)),
+    }
+    around = {
+        at
+        for edge in edges
+        if edge % DEFAULT_ALIGN
+        for at in (edge - edge % DEFAULT_ALIGN, edge, edge + -edge % DEFAULT_ALIGN)
+    }
+    return [0, *sorted(at - start for at in around if start < at < start + numel), numel]
 
 
 @contextmanager
 def in_groups_aligned(
     optimizer: Optimizer,
     tensors: Sequence[tuple[int, nn.Parameter, State]],
-    starts: Sequence[int],
+    places: Sequence[tuple[ShardLayout, int]],
 ) -> Iterator[list[State | None]]:
     """``in_groups``, with tensors cut; see [Note: The same bits wherever a shard begins].
 
-    ``starts``: the element of its unit at which each begins.
+    ``places``: the layout of the unit of each, and the element there at which it begins.
     """
     cut: list[tuple[int, nn.Parameter, State]] = []
     counts = []
-    for (group, tensor, state), start in zip(tensors, starts, strict=True):
-        ends = _cuts(tensor.numel(), start)
+    for (group, tensor, state), (layout, start) in zip(tensors, places, strict=True):
+        ends = _cuts(layout, start, tensor.numel())
         for begin, end in pairwise(ends):
             part = nn.Parameter(tensor.detach()[begin:end])
             part.grad = None if tensor.grad is None else tensor.grad[begin:end]
@@ -670,10 +680,13 @@ class PartedUpdate(Update):
         after: list[State | None] = []
         try:
             tensors = [(run.group, long, state) for _, run, long, state in prepared.runs]
-            starts = [run.begin for _, run, _, _ in prepared.runs]
             if self._aligned:
                 _check_whole(optimizer, prepared.apart)
-                context = in_groups_aligned(optimizer, tensors, starts)
+                places = [
+                    (unit.spec.layout, unit.optimized.start + run.begin)
+                    for unit, run, _, _ in prepared.runs
+                ]
+                context = in_groups_aligned(optimizer, tensors, places)
             else:
                 context = in_groups(optimizer, tensors)
             with context as after:

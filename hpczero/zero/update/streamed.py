@@ -299,7 +299,7 @@ class StreamedUpdate(Update):
 
     def _compute(self, window: UpdateWindow, staged: Staged, optimizer: Optimizer) -> Stepped:
         """One call of torch's method with the options of ``optimizer``, whose own state is not used."""
-        known, elements = set(window.known), window.elements
+        unit, known, elements = window.unit, set(window.known), window.elements
         values, gradient = _operands(window, staged)
         parts: list[slice] = []
         tensors: list[tuple[int, nn.Parameter, State]] = []
@@ -315,9 +315,10 @@ class StreamedUpdate(Update):
             state.update({name: floats(staged, name)[part] for name in run.elementwise})
             parts.append(part)
             tensors.append((run.group, long, state))
-        starts = [elements.start + part.start for part in parts]
+        first = unit.optimized.start + elements.start
+        places = [(unit.spec.layout, first + part.start) for part in parts]
         context = (
-            in_groups_aligned(optimizer, tensors, starts)
+            in_groups_aligned(optimizer, tensors, places)
             if self._aligned
             else in_groups(optimizer, tensors)
         )
