@@ -579,6 +579,7 @@ class LogOptions:
         progress: bar on a terminal, lines in a log; auto: a bar if standard output is a terminal with a width.
         tensorboard: write TensorBoard event files.
         plot: draw the losses every 10 minutes, and at the end.
+        page_s: seconds between two writes of watch.html, a page about the run for a browser; 0: there is none.
         peak_tflops: of one rank's hardware in the chosen precision, for MFU; None: no MFU.
         stragglers_every: steps between looks for ranks that are slower than the others, or than they were; 0: never.
         digest_every: with run.exact, steps between lines of digests.jsonl, which python -m hpczero.replay compares;
@@ -590,13 +591,14 @@ class LogOptions:
     progress: Literal["auto", "bar", "lines"] = "auto"
     tensorboard: bool = True
     plot: bool = True
+    page_s: float = 10.0
     peak_tflops: float | None = None
     stragglers_every: int = 100
     digest_every: int = 0
 
     def __post_init__(self) -> None:
         require_positive("log", self, "every")
-        require_amount("log", self, "stragglers_every", "digest_every")
+        require_amount("log", self, "page_s", "stragglers_every", "digest_every")
         peak = self.peak_tflops
         require(
             peak is None or 0 < peak < math.inf, "log.peak_tflops", peak, "a finite number above 0"

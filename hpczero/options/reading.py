@@ -32,7 +32,10 @@ T = TypeVar("T")
 TOML_NBYTES = 2**20
 SCRIPTS = frozenset(
     f"hpczero-{name}"
-    for name in ("train", "replay", "sample", "checkpoint", "plan", "data", "doctor", "preflight")
+    for name in (
+        *("train", "replay", "sample", "checkpoint", "plan", "data", "doctor", "preflight"),
+        "watch",
+    )
 )
 SAID = 800  # characters of a complaint
 

@@ -28,6 +28,7 @@ from hpczero.parallel.tensor import close
 from hpczero.plan.degrees import mesh_on_nodes
 from hpczero.run.evaluation import Found
 from hpczero.run.measured import Expectation, Stragglers, after_save, metrics_of
+from hpczero.run.page import PageWriter
 from hpczero.run.replay import write_digests
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
@@ -165,9 +166,18 @@ def train(
     room = RoomCheck(topology, accelerator, title=config.model.title, overridden=overridden)
     with RunLock(RunFolder.of(config.run), topology) as lock, room:
         run = set_up(given, lock, room)
-        code = 0 if run is None else take_steps(run)
+        code = 0 if run is None else recorded(run)
     topology.free()
     return code
+
+
+def recorded(run: Run) -> int:
+    """``take_steps``, with a page for a browser meanwhile, and with an error in the record of starts. Collective."""
+    topology, every_s = run.given.topology, run.config.log.page_s
+    watched = topology.is_root and every_s > 0
+    page = PageWriter(run.folder, every_s) if watched else nullcontext()
+    with page, run.attempts.told(topology.rank):
+        return take_steps(run)
 
 
 def take_steps(run: Run) -> int:
@@ -183,6 +193,7 @@ def take_steps(run: Run) -> int:
         for number in range(run.start, config.train.steps):
             given.accelerator.reset_peak()
             taken, done = run.step.take(number), number + 1
+            run.attempts.step = done
             stragglers.note(taken.own_s)
             expectation.note(taken.step_s)
             if run.balance is not None:
@@ -200,6 +211,7 @@ def take_steps(run: Run) -> int:
             found = run.evaluation.after(done)
             for line in stragglers.report(done):
                 log.info("%s", line)
+                run.attempts.note("straggler", line)
             wish = stops.wish(step_s=taken.watch.elapsed_s(), save_s=checkpoints.save_s)
             if run.local is not None:
                 wish = max(wish, run.local.heard)

@@ -32,6 +32,7 @@ from hpczero.run.evaluation import Evaluation, LeafPlan, passes_of
 from hpczero.run.local_steps import LocalSteps
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
+from hpczero.run.results.metrics import process_peak_nbytes
 from hpczero.run.results.records import Records
 from hpczero.run.starting import resume
 from hpczero.run.starting.attempts import Attempts
@@ -213,7 +214,11 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         )
     rate = config.train.learning_rate_factor
     scheduler = LambdaLR(optimizer, rate, last_epoch=begin.step - 1)
-    records = _start_records(config, topology, adapter.unit, folder, lock, begin, attempts)
+    planned = {
+        "unit": adapter.unit,
+        "planned_nbytes": 0 if room.run is None else room.run.most,
+    }
+    records = _start_records(config, topology, folder, lock, begin, attempts, planned)
     sharding = hpczero.sharding(model)
     sharding.advice.weighted = balance is not None
     tell_header(sharding, accelerator, reading, config, batch, adapter, checkpointing, room.run)
@@ -284,10 +289,15 @@ def _look_back(
     """
     config, topology = given.config, given.topology
     with topology.agreed("look at earlier starts of this run"):
-        attempts = Attempts(folder, environment)
+        attempts = Attempts(folder, environment, is_root=topology.is_root)
         nothing_left = attempts.finished(config.train.steps)
         if not nothing_left:
-            attempts.start(ranks=topology.size, host=socket.gethostname(), in_memory=in_memory)
+            attempts.start(
+                ranks=topology.size,
+                host=socket.gethostname(),
+                in_memory=in_memory,
+                held_nbytes=process_peak_nbytes(),
+            )
             config = attempts.settle(config, in_memory=in_memory)
     if any(topology.gather(float(nothing_left))):
         log.info("nothing left to do: an earlier start has done all %d steps", config.train.steps)
@@ -366,13 +376,16 @@ def _choose(
 def _start_records(
     config: RunConfig,
     topology: Topology,
-    unit: str,
     folder: RunFolder,
     lock: RunLock,
     begin: Start,
     attempts: Attempts,
+    planned: Mapping[str, Any],
 ) -> Records | None:
-    """Create the run folder or go on in it, on rank 0; None on the other ranks. Collective."""
+    """Create the run folder or go on in it, on rank 0; None on the other ranks. Collective.
+
+    ``planned`` goes into the record of this start: what rates count, and the bytes that the plan foretells.
+    """
     with topology.agreed("start the records"):
         if not topology.is_root:
             return None
@@ -389,7 +402,12 @@ def _start_records(
             folder.create(config)
         steps = config.train.steps
         records = Records(
-            folder, config.log, num_steps=steps, start=begin.step, own=begin.own, unit=unit
+            folder,
+            config.log,
+            num_steps=steps,
+            start=begin.step,
+            own=begin.own,
+            unit=planned["unit"],
         )
-        attempts.begin(begin.step, in_memory=begin.in_memory)
+        attempts.begin(begin.step, in_memory=begin.in_memory, **planned)
     return records

@@ -165,6 +165,14 @@ def is_claimed(folder: Path) -> bool:
         return True
 
 
+def living_holder(folder: Path) -> Claim | None:
+    """The process that has the folder, if it lives ([Note: Alive]); None also where nobody knows."""
+    try:
+        return next((claim for claim in Lock(folder)._others() if claim.holds), None)
+    except OSError:
+        return None
+
+
 class Lock:
     """Held from ``acquire`` to ``release`` by one process; a thread shows that it is alive. Use it on one rank."""
 

@@ -17,7 +17,7 @@ from hpczero.checkpoint.disk.folder import CHECKPOINTS, STALE_S, Folder
 from hpczero.checkpoint.disk.format import step_of_folder
 from hpczero.errors import ConfigError
 from hpczero.files.durable import remove, remove_left_over, sync, write_text
-from hpczero.files.regular import WHY, Explained, kind_of
+from hpczero.files.regular import WHY, Explained, kind_of, read_bytes
 from hpczero.options.config import DEFAULT_RUN, RunConfig, RunOptions
 from hpczero.options.reading import to_toml
 
@@ -32,9 +32,10 @@ class RunFolder:
         config: file of the resolved options; the train command takes it as a configuration.
         metrics: file of the metrics, one JSON line per step.
         digests: file of what ``python -m hpczero.replay`` compares, one JSON line per digested step.
-        attempts: file with one JSON line per start and end of jobs that follow one another.
+        attempts: file with one JSON line per start of the run, per warning, and per end.
         weights: file of the final weights.
         plot: file of the loss curves.
+        page: file that a browser shows while the run goes on.
         tensorboard: folder of TensorBoard event files.
         checkpoints: folder of checkpoints.
     """
@@ -47,6 +48,7 @@ class RunFolder:
         self.attempts = path / "attempts.jsonl"
         self.weights = path / "model.safetensors"
         self.plot = path / "loss.png"
+        self.page = path / "watch.html"
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / CHECKPOINTS
 
@@ -96,7 +98,8 @@ class RunFolder:
             ConfigError: the message says what is there.
             CorruptCheckpoint: as ``Folder.candidates``.
         """
-        files = (self.config, self.metrics, self.digests, self.attempts, self.weights, self.plot)
+        files = [self.config, self.metrics, self.digests, self.attempts, self.weights]
+        files += [self.plot, self.page]
         folders = (self.path, self.checkpoints, self.tensorboard)
         with self.writing():
             for path in (*folders, *files):
@@ -146,8 +149,10 @@ class RunFolder:
                 said = "%s: of an earlier start that saved nothing; kept in %s"
                 logger.warning(said, self.metrics, kept.name)
             # Only what a run writes: the user may keep other things here.
-            for file in (self.metrics, self.digests, self.plot, self.weights):
+            for file in (self.metrics, self.digests, self.plot, self.page, self.weights):
                 file.unlink(missing_ok=True)
+            if config.run.overwrite and self.attempts.exists():
+                _keep_series(self.attempts, self.attempts)
             shutil.rmtree(self.tensorboard, ignore_errors=True)
             found = Folder(self.checkpoints).candidates()
             if found:
@@ -184,7 +189,7 @@ class RunFolder:
         if old.attempts.exists():
             with self.writing():
                 self.path.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(old.attempts, self.attempts)
+                _keep_series(old.attempts, self.attempts)
 
     def write_config(self, config: RunConfig) -> None:
         """Replace the options. A run that is killed meanwhile still has the old ones or the new ones.
@@ -207,6 +212,13 @@ class RunFolder:
         """Context around writes to the folder: an error of the system becomes a ConfigError."""
         text = f"{self.path}: cannot be written as a run folder: {WHY}; choose another --run.folder"
         return Explained(ConfigError, text)
+
+
+def _keep_series(record: Path, to: Path) -> None:
+    """Write to ``to`` what ``record`` says of starts in a series: other starts were of the run that is replaced."""
+    lines = read_bytes(record).splitlines(keepends=True)
+    kept = [line for line in lines if b'"series": ""' not in line]
+    write_text(to, b"".join(kept).decode("utf-8", "replace"))
 
 
 def _date() -> str:

@@ -12,7 +12,7 @@ import resource
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,12 +20,14 @@ from typing import Any
 
 from hpczero.errors import DataError
 from hpczero.files.durable import keep_as, sync, write_text
-from hpczero.files.regular import kind_of, read_bytes
+from hpczero.files.regular import kind_of, opened, read_bytes
 from hpczero.job.log import runs_of
 
 LIMIT_NBYTES = 2**36  # of a metrics file
 OPTIONAL = ("held_out_", "device_", "tier_", "activations_")  # fields that only some runs have
 NAMED_SPANS = 5  # of many in a message
+TAIL_NBYTES = 2**23  # about 12,000 lines
+NOT_HELD_OUT = b'"held_out_loss": null'
 
 logger = logging.getLogger("hpczero.metrics")
 
@@ -176,6 +178,49 @@ def read_records(path: Path) -> tuple[list[StepMetrics], str]:
             wrong.append(number)
             reason = reason or str(error)
     return records, f"line(s) {spans(wrong)} cannot be read ({reason})" if wrong else ""
+
+
+class MetricsTail:
+    """The lines of a metrics file that may be growing. What was read once is not read again.
+
+    Attributes:
+        written: when the file was written last, in seconds since the epoch, by the clock that gives files their times.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None
+        self._offset = 0  # of the last line
+        self.written = 0.0
+
+    def read(self) -> tuple[bool, list[StepMetrics]]:
+        """Whether the file is another one than before, and its records from the last one of the read before on.
+
+        That one may have been written once more since. Lines that cannot be read are left out. Of a long file every
+        line with a held-out loss is read at first, and so many others that it takes a second.
+
+        Raises:
+            OSError: there is no file, or it cannot be read.
+        """
+        found: list[StepMetrics] = []
+        with opened(self._path) as descriptor:
+            state = os.fstat(descriptor)
+            file = (state.st_dev, state.st_ino)
+            anew = file != self._file or state.st_size < self._offset
+            if anew:
+                self._file, self._offset = file, 0
+            self.written = state.st_mtime
+            every = 1 + (state.st_size - self._offset) // TAIL_NBYTES
+            rest, end = b"", self._offset
+            while data := os.pread(descriptor, TAIL_NBYTES, end + len(rest)):
+                *lines, rest = (rest + data).split(b"\n")
+                for number, line in enumerate(lines, 1):
+                    if number % every == 0 or line is lines[-1] or NOT_HELD_OUT not in line:
+                        with suppress(ValueError):
+                            found.append(StepMetrics.from_json(line.strip(b"\0 \t\r")))
+                end += sum(map(len, lines)) + len(lines)
+                self._offset = end - len(lines[-1]) - 1 if lines else self._offset
+        return anew, found
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -1,12 +1,13 @@
-"""The starts of a run by jobs that follow one another: ``attempts.jsonl`` in the run folder.
+"""The starts of a run, what each warned of and how it ended: ``attempts.jsonl`` in the run folder.
 
-Only rank 0 uses the file. A series is a job with its requeues, an array of one run's parts, or a chain of jobs.
-HPCZERO_SERIES names it; the scripts in ``slurm/`` set it. Outside of a series a person decides every start, and nothing
-is written.
+Rank 0 writes the file, and a rank that fails alone. A series is a job with its requeues, an array of one run's parts,
+or a chain of jobs. HPCZERO_SERIES names it; the scripts in ``slurm/`` set it. Outside of a series a person decides
+every start: the lines are for people then, and no start is refused for them.
 
-    start    before anything else, with the newest checkpoint
+    start    before anything else, with the newest checkpoint; outside of a series just before ``begin``
     begin    the run folder is this run's: a later start of the series goes on from here, whatever the options say
-    end      with steps done and exit code
+    note     a warning of rank 0, or a rank that is slow
+    end      with steps done and exit code, and with the error if there was one
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from hpczero.errors import EXIT_REQUEUE, ConfigError
+from hpczero.errors import EXIT_FAILURE, EXIT_REQUEUE, ConfigError
 from hpczero.files.regular import read_bytes
 from hpczero.options.config import ResumeOptions, RunConfig
 from hpczero.options.environment import Environment
@@ -31,34 +32,52 @@ from hpczero.run.results.folder import RunFolder
 logger = logging.getLogger("hpczero.stops")
 
 FRUITLESS_RESTARTS = 3
-_NUMBERS = {"start": ("committed",), "begin": ("step",), "end": ("step", "code")}
+_NUMBERS = {"start": ("committed",), "begin": ("step",), "note": (), "end": ("step", "code")}
 FEW_STEPS = 3  # fewer in a start that was asked to stop: its job is too short, or warned too early
+MOST_NOTES = 200  # of one start
+SAID = 1000  # characters of a note or an error
 
 
 class Attempts:
-    """The record of one run folder, as a start of one series sees it."""
+    """The record of one run folder, as a start of one series sees it.
 
-    def __init__(self, folder: RunFolder, environment: Environment) -> None:
-        """Read what earlier starts of the series have written."""
+    Attributes:
+        step: steps done, as far as they were told.
+    """
+
+    def __init__(
+        self, folder: RunFolder, environment: Environment, *, is_root: bool = True
+    ) -> None:
+        """Read what earlier starts of the series have written. Only ``is_root`` writes more than its own failure."""
         self._folder = folder
         self._environment = environment
+        self._is_root = is_root
         self._earlier = [
             event
-            for event in _read(folder.attempts)
-            if environment.series and event.get("series") == environment.series
+            for event in (read_attempts(folder.attempts) if environment.series else [])
+            if event.get("series") == environment.series and event["event"] != "note"
         ]
+        self._start: dict[str, Any] = {}  # until it is written
+        self._notes: set[str] = set()
+        self.step = 0
 
-    def start(self, *, ranks: int, host: str, in_memory: int = 0) -> None:
-        """Record that the run starts. ``in_memory``: step of copies in memory of the nodes, 0 if there are none.
+    def start(self, *, ranks: int, host: str, in_memory: int = 0, held_nbytes: int = 0) -> None:
+        """Record that the run starts.
+
+        ``in_memory`` is the step of copies in memory of the nodes, 0 if there are none. ``held_nbytes`` is what this
+        process holds before the run has allocated anything.
 
         Raises:
             ConfigError: three restarts in a row have committed no checkpoint, or were stopped within two steps each.
                 More of them would not do better.
         """
+        facts = {"ranks": ranks, "host": host, "held_nbytes": held_nbytes}
         if not self._environment.series:
+            # Nobody's folder yet: what cannot work is refused before anything is written there.
+            self._start = facts
             return
         committed = self._folder.newest_step()
-        restarts = self._starts()[1:]
+        restarts = by_start(self._earlier)[1:]
         short = _at_end(restarts, _stopped_at_once)
         if short >= FRUITLESS_RESTARTS:
             raise ConfigError(
@@ -79,7 +98,7 @@ class Attempts:
                 "(--checkpoint.every) if the job's time is too short for it. Then submit it anew"
             )
         copied = {"in_memory": in_memory} if in_memory else {}
-        self._write("start", committed=committed, ranks=ranks, host=host, **copied)
+        self._write("start", committed=committed, **facts, **copied)
 
     def finished(self, steps: int) -> bool:
         """Whether an earlier start of the series has done these ``steps``, so that nothing is left to do.
@@ -147,27 +166,56 @@ class Attempts:
                 steps.append(event["step"])
         return max(steps)
 
-    def begin(self, step: int, *, in_memory: bool = False) -> None:
-        """Record that the run folder is ready, with ``step`` steps done; whether it has them from copies in memory."""
-        self._write("begin", step=step, **({"in_memory": True} if in_memory else {}))
+    def begin(self, step: int, *, in_memory: bool = False, **facts: Any) -> None:
+        """Record that the run folder is ready, with ``step`` steps done; whether it has them from copies in memory.
+
+        ``facts`` are more for people.
+        """
+        self.step = step
+        if self._start:
+            self._write("start", committed=self._folder.newest_step(), **self._start)
+        self._write("begin", step=step, **({"in_memory": True} if in_memory else {}), **facts)
+
+    def note(self, kind: str, text: str) -> None:
+        """Record what people should see, once. A full disk does not matter: it stands in the log of the job, too."""
+        if self._is_root and text not in self._notes and len(self._notes) < MOST_NOTES:
+            self._notes.add(text)
+            with suppress(ConfigError):
+                self._write("note", kind=kind, step=self.step, text=text[:SAID])
 
     def end(self, step: int, code: int) -> None:
         """Record how the run ended, if it came to a regular end."""
         self._write("end", step=step, code=code)
 
-    def _starts(self) -> list[list[dict[str, Any]]]:
-        """What every earlier start of the series has written, its start first."""
-        starts: list[list[dict[str, Any]]] = []
-        for event in self._earlier:
-            if event["event"] == "start":
-                starts.append([])
-            if starts:
-                starts[-1].append(event)
-        return starts
+    @contextmanager
+    def told(self, rank: int) -> Iterator[None]:
+        """Context around the steps of a run: warnings become notes, an error the end of this start.
+
+        Of an error that all ranks raise together rank 0 tells.
+        """
+        notes = _Notes(self)
+        logging.getLogger("hpczero").addHandler(notes)
+        try:
+            yield
+        except BaseException as error:
+            if self._is_root or not getattr(error, "agreed", False):
+                other = 130 if isinstance(error, KeyboardInterrupt) else EXIT_FAILURE
+                code = getattr(error, "exit_code", other)
+                text = f"{type(error).__name__}: {error}"[:SAID]
+                with suppress(ConfigError):  # the first error tells
+                    self._append("end", step=self.step, code=code, rank=rank, error=text)
+            raise
+        finally:
+            logging.getLogger("hpczero").removeHandler(notes)
 
     def _write(self, event: str, **facts: Any) -> None:
-        if not self._environment.series:
+        if not self._is_root:
             return
+        # Outside of a series nothing depends on it.
+        with nullcontext() if self._environment.series else suppress(ConfigError):
+            self._append(event, **facts)
+
+    def _append(self, event: str, **facts: Any) -> None:
         line = {
             "event": event,
             "time": round(time.time(), 1),
@@ -182,6 +230,28 @@ class Attempts:
             whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{'' if whole else chr(10)}{json.dumps(line)}\n")
+
+
+class _Notes(logging.Handler):
+    """Warnings of this process as notes."""
+
+    def __init__(self, attempts: Attempts) -> None:
+        super().__init__(logging.WARNING)
+        self._attempts = attempts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._attempts.note(record.levelname.lower(), record.getMessage())
+
+
+def by_start(events: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """What every start has written, its start first."""
+    starts: list[list[dict[str, Any]]] = []
+    for event in events:
+        if event["event"] == "start":
+            starts.append([])
+        if starts:
+            starts[-1].append(event)
+    return starts
 
 
 def _at_end(
@@ -200,7 +270,7 @@ def _stopped_at_once(events: list[dict[str, Any]]) -> bool:
     return bool(ended) and (not begun or ended[-1] - begun[-1] < FEW_STEPS)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_attempts(path: Path) -> list[dict[str, Any]]:
     """Every whole line. A line that a killed job has half written is left out, and so is a damaged one, with a warning.
 
     Raises:

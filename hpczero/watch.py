@@ -1,0 +1,141 @@
+"""The watch command: ``python -m hpczero.watch runs/x [runs/y ...]``. It needs neither torch nor MPI."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hpczero.errors import run
+from hpczero.files.regular import answer
+from hpczero.options.reading import parse_command_line
+from hpczero.options.types import require_positive
+from hpczero.run.page import TONES, write_page
+from hpczero.run.results.folder import RunFolder
+from hpczero.run.view import Picture, RunView
+
+ASK_LIMIT_S = 2.0
+ASK_AGAIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """Which runs to show.
+
+    Attributes:
+        folders: of runs, side by side; they may be at work, have ended or not have begun.
+        once: print the page and end.
+        page: write watch.html of each run, too, as of one that was killed.
+        every: seconds between two looks.
+    """
+
+    folders: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    once: tyro.conf.UseCounterAction[int] = 0
+    page: tyro.conf.UseCounterAction[int] = 0
+    every: float = 2.0
+
+    def __post_init__(self) -> None:
+        require_positive("watch", self, "every")
+
+
+class Slurm:
+    """What SLURM says of jobs, asked every half a minute; nothing where its commands are not."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, tuple[float, str]] = {}
+
+    def of(self, job: str) -> str:
+        """State and time left of a job; empty without SLURM."""
+        asked, said = self._said.get(job, (-ASK_AGAIN_S, ""))
+        if job and time.monotonic() - asked >= ASK_AGAIN_S:
+            # The number of an array's first element means all of them, hence %A.
+            command = [
+                "squeue",
+                "--noheader",
+                "--job",
+                job,
+                "--format",
+                "%A %T, %L left of its time",
+            ]
+            found = answer(command, ASK_LIMIT_S)
+            said = ""
+            if found is not None:
+                lines = [line.partition(" ") for line in found.stdout.splitlines()]
+                own = [text for number, _, text in lines if number == job]
+                said = f"job {job}: {own[0] if own else 'not in the queue any more'}"
+            self._said[job] = (time.monotonic(), said)
+        return said
+
+
+def shown(pictures: Sequence[Picture], slurm: Slurm) -> Group:
+    """The page for a terminal: a column for each run, then starts and warnings."""
+    table = Table(show_lines=False, expand=len(pictures) > 1)
+    table.add_column("")
+    for picture in pictures:
+        table.add_column(str(picture.path), ratio=1, overflow="fold")
+    states = [
+        Text(f"{each.state}: {each.said}", "bold green" if each.state in TONES else "bold red")
+        for each in pictures
+    ]
+    table.add_row("state", *states, end_section=True)
+    columns = [dict(each.figures) for each in pictures]
+    queue = [slurm.of(each.job) for each in pictures]
+    for column, said in zip(columns, queue, strict=True):
+        column |= {"SLURM": said} if said else {}
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(name, *(Text(column.get(name, "")) for column in columns))
+    parts: list[Table | Text] = [table]
+    for picture in pictures:
+        if picture.starts:
+            starts = Table(
+                "start", "ranks", "began at", "how it ended", title=f"starts of {picture.path}"
+            )
+            for row in picture.starts:
+                starts.add_row(*map(Text, row))
+            parts.append(starts)
+        parts += [Text(f"{when}  {text}", "yellow") for when, text in picture.notes]
+    return Group(*parts)
+
+
+def main() -> int:
+    """Show runs until Ctrl-C."""
+    options = parse_command_line(
+        WatchOptions,
+        sys.argv[1:],
+        prog="python -m hpczero.watch",
+        description="Show how runs are: state, loss, speed, memory, slow ranks, checkpoints, starts and warnings.",
+    )
+    folders = [RunFolder(Path(name)) for name in options.folders]
+    views, slurm, console = [RunView(folder) for folder in folders], Slurm(), Console()
+
+    def look() -> Group:
+        pictures = [view.look() for view in views]
+        for folder, picture in zip(folders, pictures, strict=True):
+            if options.page and folder.path.is_dir():
+                with folder.writing():
+                    write_page(folder, picture, options.every)
+        return shown(pictures, slurm)
+
+    if options.once:
+        console.print(look())
+        return 0
+    with Live(look(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        try:
+            while True:
+                time.sleep(options.every)
+                live.update(look(), refresh=True)
+        except KeyboardInterrupt:
+            return 0
+
+
+if __name__ == "__main__":
+    run(main)
