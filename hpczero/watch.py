@@ -7,13 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from hpczero.errors import run
 from hpczero.files.regular import answer
@@ -22,6 +18,9 @@ from hpczero.options.types import require_positive
 from hpczero.run.page import TONES, write_page
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.view import Picture, RunView
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 ASK_LIMIT_S = 2.0
 ASK_AGAIN_S = 30.0
@@ -78,6 +77,11 @@ class Slurm:
 
 def shown(pictures: Sequence[Picture], slurm: Slurm) -> Group:
     """The page for a terminal: a column for each run, then starts and warnings."""
+    # Here and not at the top: --help must not wait for it.
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(show_lines=False, expand=len(pictures) > 1)
     table.add_column("")
     for picture in pictures:
@@ -91,13 +95,13 @@ def shown(pictures: Sequence[Picture], slurm: Slurm) -> Group:
     queue = [slurm.of(each.job) for each in pictures]
     for column, said in zip(columns, queue, strict=True):
         column |= {"SLURM": said} if said else {}
-    for name in dict.fromkeys(name for column in columns for name in column):
+    for name in dict.fromkeys(n for each in sorted(columns, key=len, reverse=True) for n in each):
         table.add_row(name, *(Text(column.get(name, "")) for column in columns))
     parts: list[Table | Text] = [table]
     for picture in pictures:
         if picture.starts:
             starts = Table(
-                "start", "ranks", "began at", "how it ended", title=f"starts of {picture.path}"
+                "start", "ranks", "from", "how it ended", title=f"starts of {picture.path}"
             )
             for row in picture.starts:
                 starts.add_row(*map(Text, row))
@@ -114,6 +118,9 @@ def main() -> int:
         prog="python -m hpczero.watch",
         description="Show how runs are: state, loss, speed, memory, slow ranks, checkpoints, starts and warnings.",
     )
+    from rich.console import Console
+    from rich.live import Live
+
     folders = [RunFolder(Path(name)) for name in options.folders]
     views, slurm, console = [RunView(folder) for folder in folders], Slurm(), Console()
 

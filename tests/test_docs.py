@@ -31,7 +31,7 @@ GUIDES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 DOCUMENTS = [*GUIDES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
-NAMES = "train replay sample checkpoint plan doctor doctor.record preflight data"
+NAMES = "train replay sample checkpoint plan doctor doctor.record preflight data watch"
 COMMANDS = {f"hpczero.{name}" for name in NAMES.split()}
 OF_OTHERS = [  # name options of pip, of launchers and of SLURM
     ROOT / "docs" / "install.md",

@@ -36,6 +36,7 @@ from hpczero.run.results.metrics import process_peak_nbytes, read_metrics
 from hpczero.run.results.weights import begin_weights
 from hpczero.run.setup import Given, Run, set_up
 from hpczero.run.starting import resume
+from hpczero.run.starting.attempts import SLOW
 from hpczero.run.starting.building import check_kind, check_same_options, made_by_factory
 from hpczero.run.starting.room_check import RoomCheck
 from hpczero.run.stopping import Stops, Wish
@@ -209,9 +210,11 @@ def take_steps(run: Run) -> int:
             if passes.leaves is not None and passes.leaves.gradients:
                 write_digests(run.folder, run.model, passes.leaves, step=done, taken=taken)
             found = run.evaluation.after(done)
-            for line in stragglers.report(done):
+            slow = stragglers.report(done)
+            for line in slow:
                 log.info("%s", line)
-                run.attempts.note("straggler", line)
+            if slow:
+                run.attempts.note(SLOW, "; ".join(slow).replace("straggler: ", ""))
             wish = stops.wish(step_s=taken.watch.elapsed_s(), save_s=checkpoints.save_s)
             if run.local is not None:
                 wish = max(wish, run.local.heard)

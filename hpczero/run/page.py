@@ -6,7 +6,7 @@ import html
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpczero.files.regular import reason
 from hpczero.run.results.folder import RunFolder
@@ -15,6 +15,7 @@ from hpczero.run.view import Picture, RunView
 SHARE = 0.005  # of the run's time that the page may take
 PATIENCE_S = 10.0  # for the last page, on a file system that hangs
 WIDTH, HEIGHT, LEFT, BELOW = 460, 190, 64, 22  # of a plot
+TONES_OF_CURVES = ("one", "two")
 TONES = {"training": "good", "saving": "good", "finished": "good", "starting": "good"}
 
 logger = logging.getLogger("hpczero.runs")
@@ -29,8 +30,10 @@ h1{font-size:1.3rem;margin:0}h2{font-size:1rem;margin:1.6rem 0 .4rem}
 table{border-collapse:collapse;width:100%}
 td,th{text-align:left;vertical-align:top;padding:.25rem .8rem .25rem 0;border-bottom:1px solid var(--line)}
 th{font-weight:600;white-space:nowrap}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:1rem}
-figure{margin:0}figcaption{font-weight:600}svg{width:100%;height:auto}
+.plots{margin:1.4rem 0;display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:1rem}
+figure{margin:0}figcaption{font-weight:600}
+small{font-weight:400}small .one{color:var(--one)}small .two{color:var(--two)}
+svg{width:100%;height:auto}
 svg text{font-size:11px;fill:currentColor}
 polyline{fill:none;stroke-width:1.6}.one{stroke:var(--one);fill:var(--one)}.two{stroke:var(--two);fill:var(--two)}
 polyline.one,polyline.two{fill:none}
@@ -52,11 +55,12 @@ def page_of(picture: Picture, every_s: float) -> str:
     goes_on = picture.goes_on and every_s > 0
     refresh = f'<meta http-equiv="refresh" content="{max(every_s, 1):.0f}">' if goes_on else ""
     plots = "".join(
-        f"<figure><figcaption>{text(title)}</figcaption>{_plot(curves)}</figure>"
+        f"<figure><figcaption>{text(title)} {_legend(curves)}</figcaption>"
+        f"{_plot(curves, from_zero=title != 'loss')}</figure>"
         for title, curves in picture.curves.items()
         if curves
     )
-    starts = [("start", "ranks", "began at", "how it ended"), *picture.starts]
+    starts = [("start", "ranks", "from", "how it ended"), *picture.starts]
     limit_s = max(60.0, 3 * every_s)
     script = SCRIPT % (picture.when, limit_s, every_s) if goes_on else ""
     return "\n".join(
@@ -68,30 +72,42 @@ def page_of(picture: Picture, every_s: float) -> str:
             f"<h1>{text(str(picture.path))}</h1>",
             f'<p class="state {TONES.get(picture.state, "")}"><b>{text(picture.state)}</b>: {text(picture.said)}</p>',
             '<p class="state" id="old"></p>',
-            _table(picture.figures, "th"),
+            _table(picture.figures),
             f'<div class="plots">{plots}</div>',
-            f"<h2>Starts</h2>{_table(starts)}" if picture.starts else "",
-            f"<h2>Warnings and slow ranks</h2>{_table(picture.notes)}" if picture.notes else "",
+            f"<h2>Starts</h2>{_table(starts, names=True)}" if picture.starts else "",
+            f"<h2>Warnings</h2>{_table(picture.notes)}" if picture.notes else "",
             f"<footer>written {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(picture.when))}</footer>",
             f"<script>{script}</script></body></html>\n",
         ]
     )
 
 
-def _table(rows: Sequence[Sequence[str]], first: str = "td") -> str:
-    def row(cells: Sequence[str]) -> str:
-        head, *rest = map(html.escape, cells)
-        return f"<tr><{first}>{head}</{first}>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>"
+def _table(rows: Sequence[Sequence[str]], *, names: bool = False) -> str:
+    """Rows whose first cell, or, with ``names``, whose first row names the others."""
+    drawn = []
+    for number, row in enumerate(rows):
+        heads = len(row) * (number == 0) if names else 1
+        kinds = ["th"] * heads + ["td"] * (len(row) - heads)
+        cells = zip(kinds, map(html.escape, row), strict=True)
+        drawn.append(f"<tr>{''.join(f'<{kind}>{cell}</{kind}>' for kind, cell in cells)}</tr>")
+    return f"<table>{''.join(drawn)}</table>"
 
-    return f"<table>{''.join(map(row, rows))}</table>"
+
+def _legend(names: Iterable[str]) -> str:
+    marks = (
+        f'<b class="{tone}">●</b> {html.escape(name)}'
+        for name, tone in zip(names, TONES_OF_CURVES, strict=False)
+    )
+    return f"<small>{' '.join(marks)}</small>"
 
 
-def _plot(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+def _plot(curves: Mapping[str, Sequence[tuple[float, float]]], *, from_zero: bool) -> str:
     """Curves over the steps as SVG, with the least and the greatest of steps and values beside the axes."""
     everything = [point for points in curves.values() for point in points]
     (left, low), (right, high) = (
         tuple(pick(each) for each in zip(*everything, strict=True)) for pick in (min, max)
     )
+    low = 0.0 if from_zero else low
     wide, tall = WIDTH - LEFT - 8, HEIGHT - BELOW - 8
 
     def place(step: float, value: float) -> tuple[float, float]:
@@ -99,13 +115,12 @@ def _plot(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
         up = (value - low) / (high - low) if high > low else 0.5
         return LEFT + wide * across, 8 + tall * (1 - up)
 
-    drawn, legend = [], []
-    for (name, points), tone in zip(curves.items(), ("one", "two"), strict=False):
+    drawn = []
+    for points, tone in zip(curves.values(), TONES_OF_CURVES, strict=False):
         places = [f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points)]
         drawn.append(f'<polyline class="{tone}" points="{" ".join(places)}"/>')
         x, y = place(*points[-1])
         drawn.append(f'<circle class="{tone}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>')
-        legend.append(f'<tspan class="{tone}" stroke="none"> ● </tspan>{html.escape(name)}')
     axes = [
         f'<path d="M{LEFT},8V{8 + tall}H{LEFT + wide}" fill="none" stroke="currentColor" opacity=".4"/>',
         *(
@@ -114,13 +129,12 @@ def _plot(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
         ),
         f'<text x="{LEFT}" y="{HEIGHT - 4}">step {left:,.0f}</text>',
         f'<text x="{LEFT + wide}" y="{HEIGHT - 4}" text-anchor="end">{right:,.0f}</text>',
-        f'<text x="{LEFT + wide}" y="20" text-anchor="end">{"".join(legend)}</text>',
     ]
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(axes + drawn)}</svg>'
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 class PageWriter:

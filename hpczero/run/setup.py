@@ -217,6 +217,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     planned = {
         "unit": adapter.unit,
         "planned_nbytes": 0 if room.run is None else room.run.most,
+        "planned_state_nbytes": 0 if room.run is None else room.run.memory.total,
     }
     records = _start_records(config, topology, folder, lock, begin, attempts, planned)
     sharding = hpczero.sharding(model)

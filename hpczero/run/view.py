@@ -22,17 +22,17 @@ from hpczero.checkpoint.disk.lock import living_holder
 from hpczero.errors import EXIT_REQUEUE, CheckpointError, ConfigError
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml
-from hpczero.planner.choice import nbytes
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import Interval, MetricsTail, StepMetrics
 from hpczero.run.results.progress import clock
-from hpczero.run.starting.attempts import by_start, read_attempts
+from hpczero.run.starting.attempts import SLOW, by_start, read_attempts
 
 RECENT = 50  # steps that rates are a mean of
 POINTS = 256  # of a curve, at least, once it has had so many steps
 QUIET_S = 60.0  # without a new line, before a run is called stalled; and of its mean step and its longest one:
 QUIET_MEANS, QUIET_STEPS = 10, 3
 NOTES = 8  # newest ones that are shown
+PLANNED = ("planned_state_nbytes", "planned_nbytes", "held_nbytes")  # in the record of a start
 Event = dict[str, Any]
 
 
@@ -97,7 +97,7 @@ class Picture:
         figures: names and texts, in the order in which they are shown.
         curves: title of a plot, names of its curves, their points.
         starts: when, who, where it began, how it ended.
-        notes: the newest warnings and slow ranks, the last one last.
+        notes: the newest warnings, the last one last.
         job: number of the SLURM job of the last start; empty outside of SLURM.
         when: of this look, in seconds since the epoch.
     """
@@ -154,7 +154,7 @@ class RunView:
             [
                 (_clock_time(event), f"{event.get('kind')}: {event.get('text')}")
                 for event in events
-                if event["event"] == "note"
+                if event["event"] == "note" and event.get("kind") != SLOW
             ][-NOTES:],
             str(begun.get("job", "")),
             when,
@@ -206,7 +206,7 @@ class RunView:
             if self._folder.weights.exists():
                 return "finished", f"the final weights are there; the last line is of {done}", False
             if last is None and not begins:
-                return "no run", "no metrics yet, and no process has the folder", True
+                return "not begun", "no metrics yet, and no process has the folder", True
             since = "" if last is None else f", {_ago(self._tail.written, when)}"
             return (
                 "killed",
@@ -330,16 +330,20 @@ class RunView:
         if last.mfu is not None:
             rows.append(("MFU", f"{mean('mfu'):.1%}, {mean('tflops'):.3g} TFLOP/s a rank"))
         elif math.isfinite(last.tflops):
-            rows.append(
-                ("MFU", f"unknown without --log.peak_tflops; {mean('tflops'):.3g} TFLOP/s a rank")
-            )
+            said = "a rank; give --log.peak_tflops for MFU"
+            rows.append(("TFLOP/s", f"{mean('tflops'):.3g} {said}"))
         parts = ", ".join(
             f"{name} {mean(f'{name}_ms'):.1f}"
             for name in ("forward", "backward", "optimizer", "data")
         )
         rows.append(("step time", f"{mean('step_ms'):.1f} ms: {parts}"))
         waits = sum(map(waits_of, recent.steps)) / many
-        rows.append(("communication", f"{waits:.1%} of a step waits for other ranks (rank 0)"))
+        rows.append(
+            (
+                "communication",
+                f"{waits:.1%} of a step waits for other ranks, {waits * mean('step_ms'):.1f} ms (rank 0)",
+            )
+        )
         rows.append(("memory", _memory(last, begun)))
         return rows
 
@@ -348,19 +352,13 @@ class RunView:
         if not every:
             return "nobody looks for them (--log.stragglers_every)"
         looked = self._recent[-1].step // every * every
-        told = [event for event in now if event.get("kind") == "straggler"]
+        told = [event for event in now if event.get("kind") == SLOW]
         if not told:
-            return (
-                f"none up to step {looked:,}"
-                if looked
-                else f"the first look is after step {every:,}"
-            )
-        step = told[-1].get("step", 0)
-        lines = "; ".join(
-            str(e["text"]).removeprefix("straggler: ") for e in told if e.get("step") == step
-        )
+            return f"none up to step {looked:,}" if looked else f"first search after step {every:,}"
+        *before, step = [event.get("step", 0) for event in told]
         none = f"none at step {looked:,}; " if looked > step else ""
-        return f"{none}at step {step:,}: {lines}"
+        earlier = f"; before at step {', '.join(f'{s:,}' for s in before[-3:])}" if before else ""
+        return f"{none}at step {step:,}: {told[-1]['text']}{earlier}"
 
     def _checkpoints(self, when: float) -> str:
         try:
@@ -383,7 +381,7 @@ def _ended(ends: list[Event]) -> tuple[str, str, bool]:
         return "finished", f"all steps are done: {at}", False
     if end["code"] == EXIT_REQUEUE:
         return "stopped", f"as asked, after {at}; the same command goes on", False
-    rank = f"rank {end['rank']}: " if "rank" in end else ""
+    rank = f"Rank {end['rank']}: " if "rank" in end else ""
     return (
         "ended with error",
         f"exit code {end['code']} after {at}. {rank}{end.get('error', '')}",
@@ -410,17 +408,22 @@ def _row(group: list[Event], *, is_last: bool, state: str) -> tuple[str, str, st
 
 
 def _memory(last: StepMetrics, begun: Event) -> str:
-    planned, held = begun.get("planned_nbytes", 0), begun.get("held_nbytes", 0)
-    plan = (
-        f"; plan: up to {nbytes(planned)} of the run's own"
-        if planned
-        else "; no plan of this model"
-    )
+    """What rank 0 holds, beside what the plan says of it."""
+    states, most, held = (begun.get(name, 0) for name in PLANNED)
     process = last.process_peak_nbytes
+    rows = [
+        f"states and buffers {_mib(last.state_peak_nbytes)}{f' of {_mib(states)} planned' if states else ''}"
+    ]
+    plan = f" (planned: up to {_mib(most)}, and what torch and MPI grow by)" if most else ""
     if last.device_peak_nbytes is not None:
-        return f"device {nbytes(last.device_peak_nbytes)}{plan}; process {nbytes(process)}, rank 0"
-    own = f", {nbytes(process - held)} of them the run's own" if held else ""
-    return f"process {nbytes(process)}{own}{plan}, rank 0"
+        rows.append(f"device {_mib(last.device_peak_nbytes)}{plan}")
+        plan = ""
+    grown = f", {_mib(process - held)} more than before the run{plan}" if held else ""
+    return "; ".join([*rows, f"process {_mib(process)}{grown}"])
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"
 
 
 def _clock_time(event: Event) -> str:

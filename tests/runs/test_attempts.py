@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hpczero.errors import ConfigError
+from hpczero.errors import ConfigError, StepError
 from hpczero.options.config import ResumeOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml
 from hpczero.run.results.folder import RunFolder
-from hpczero.run.starting.attempts import Attempts
+from hpczero.run.starting.attempts import Attempts, read_attempts
 from hpczero.run.starting.resume import began_at, choose
 from tests.runs.test_metrics import DAMAGE
 
@@ -87,13 +88,39 @@ def test_start_that_is_killed_is_none_that_was_stopped_at_once(folder: RunFolder
     start(folder)
 
 
-def test_outside_of_a_series_nothing_is_written_or_counted(folder: RunFolder) -> None:
+def test_outside_of_a_series_starts_are_written_for_people_and_not_counted(
+    folder: RunFolder,
+) -> None:
+    start(folder, Environment(job="7"))
+    assert not folder.path.exists(), "nobody's folder before it begins"
     for _ in range(9):
         attempts = start(folder, Environment(job="7"))
         attempts.begin(0)
         attempts.end(3, 0)
-    assert not folder.path.exists()
+    events = [event["event"] for event in read_attempts(folder.attempts)]
+    assert events == 9 * ["start", "begin", "end"]
     assert not Attempts(folder, Environment()).finished(3)
+    assert not Attempts(folder, SERIES).finished(3)
+
+
+def test_failure_of_one_rank_and_warnings_are_in_the_record_and_count_for_nothing(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, other = start(folder), Attempts(folder, Environment(), is_root=False)
+    root.begin(0)
+    other.begin(0)
+    with root.told(0):
+        root.step = other.step = 5
+        for _ in range(3):
+            logging.getLogger("hpczero.runs").warning("disk is nearly full")
+        with pytest.raises(StepError), other.told(3):
+            raise StepError("loss is nan")
+    found = read_attempts(folder.attempts)
+    assert [event["event"] for event in found] == ["start", "begin", "note", "end"]
+    assert found[2] | {"kind": "warning", "text": "disk is nearly full", "step": 5} == found[2]
+    told = {"step": 5, "code": 1, "rank": 3, "error": "StepError: loss is nan"}
+    assert found[3] | told == found[3]
+    assert start(folder).settle(RunConfig()).run.overwrite, "it has saved nothing"
 
 
 def test_restart_goes_on_from_its_own_checkpoint_whatever_options_say(folder: RunFolder) -> None:

@@ -67,17 +67,22 @@ def steps_of(folder: Path, name: str) -> list[StepMetrics]:
 def test_run_folder_holds_every_result_and_nothing_temporary(folder: Path) -> None:
     files = {file.name for file in (folder / "two").iterdir()}
     assert files == {
+        "attempts.jsonl",
         "checkpoints",
         "config.toml",
         "loss.png",
         "metrics.jsonl",
         "model.safetensors",
         "tensorboard",
+        "watch.html",
     }
     picture = (folder / "two" / "loss.png").read_bytes()
     width, height = struct.unpack(">II", picture[16:24])
     assert picture.startswith(b"\x89PNG")
     assert (width, height) > (500, 300)
+    page = (folder / "two" / "watch.html").read_text()
+    assert f"<b>finished</b>: all steps are done: step {STEPS}" in page
+    assert "refresh" not in page
     (events,) = (folder / "two" / "tensorboard").iterdir()
     assert events.stat().st_size > 1000
 

@@ -35,6 +35,7 @@ FRUITLESS_RESTARTS = 3
 _NUMBERS = {"start": ("committed",), "begin": ("step",), "note": (), "end": ("step", "code")}
 FEW_STEPS = 3  # fewer in a start that was asked to stop: its job is too short, or warned too early
 MOST_NOTES = 200  # of one start
+SLOW = "slow ranks"  # kind of a note
 SAID = 1000  # characters of a note or an error
 
 
