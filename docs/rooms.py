@@ -123,6 +123,7 @@ HPCZERO = House(
         "train": "commands",
         "sample": "commands",
         "replay": "commands",
+        "watch": "commands",
         "commands": "commands",
         "plan/auto": "commands",
         "__init__": "names",

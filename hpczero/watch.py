@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,15 +17,16 @@ from hpczero.errors import run
 from hpczero.files.regular import answer
 from hpczero.options.reading import parse_command_line
 from hpczero.options.types import require_positive
-from hpczero.run.page import TONES, write_page
+from hpczero.run.page import write_page
 from hpczero.run.results.folder import RunFolder
-from hpczero.run.view import Picture, RunView
+from hpczero.run.view import GOOD, Picture, RunView
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 ASK_LIMIT_S = 2.0
 ASK_AGAIN_S = 30.0
+FORMAT = "%A %T, %L left of its time"
 
 
 @dataclass(frozen=True)
@@ -53,24 +56,14 @@ class Slurm:
         self._said: dict[str, tuple[float, str]] = {}
 
     def of(self, job: str) -> str:
-        """State and time left of a job; empty without SLURM."""
-        asked, said = self._said.get(job, (-ASK_AGAIN_S, ""))
+        """State and time left of a job, as a line; empty without SLURM."""
+        asked, said = self._said.get(job, (-math.inf, ""))
         if job and time.monotonic() - asked >= ASK_AGAIN_S:
             # The number of an array's first element means all of them, hence %A.
-            command = [
-                "squeue",
-                "--noheader",
-                "--job",
-                job,
-                "--format",
-                "%A %T, %L left of its time",
-            ]
-            found = answer(command, ASK_LIMIT_S)
-            said = ""
-            if found is not None:
-                lines = [line.partition(" ") for line in found.stdout.splitlines()]
-                own = [text for number, _, text in lines if number == job]
-                said = f"job {job}: {own[0] if own else 'not in the queue any more'}"
+            found = answer(["squeue", "--noheader", "--job", job, "--format", FORMAT], ASK_LIMIT_S)
+            lines = [line.partition(" ") for line in found.stdout.splitlines()] if found else []
+            own = next((text for number, _, text in lines if number == job), "not in the queue")
+            said = "" if found is None else f"\nSLURM job {job}: {own}"
             self._said[job] = (time.monotonic(), said)
         return said
 
@@ -82,31 +75,24 @@ def shown(pictures: Sequence[Picture], slurm: Slurm) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_lines=False, expand=len(pictures) > 1)
-    table.add_column("")
-    for picture in pictures:
-        table.add_column(str(picture.path), ratio=1, overflow="fold")
-    states = [
-        Text(f"{each.state}: {each.said}", "bold green" if each.state in TONES else "bold red")
-        for each in pictures
-    ]
+    table, states = Table("", expand=len(pictures) > 1), []
+    for each in pictures:
+        table.add_column(Text(str(each.path)), ratio=1)
+        style = "bold green" if each.state in GOOD else "bold red"
+        states.append(Text(f"{each.state}: {each.said}{slurm.of(each.job)}", style))
     table.add_row("state", *states, end_section=True)
-    columns = [dict(each.figures) for each in pictures]
-    queue = [slurm.of(each.job) for each in pictures]
-    for column, said in zip(columns, queue, strict=True):
-        column |= {"SLURM": said} if said else {}
-    for name in dict.fromkeys(n for each in sorted(columns, key=len, reverse=True) for n in each):
-        table.add_row(name, *(Text(column.get(name, "")) for column in columns))
+    columns = sorted((each.figures for each in pictures), key=len, reverse=True)
+    for name in dict.fromkeys(name for figures in columns for name in figures):
+        table.add_row(name, *(Text(each.figures.get(name, "")) for each in pictures))
     parts: list[Table | Text] = [table]
-    for picture in pictures:
-        if picture.starts:
-            starts = Table(
-                "start", "ranks", "from", "how it ended", title=f"starts of {picture.path}"
-            )
-            for row in picture.starts:
-                starts.add_row(*map(Text, row))
-            parts.append(starts)
-        parts += [Text(f"{when}  {text}", "yellow") for when, text in picture.notes]
+    for each in pictures:
+        starts = Table(
+            "start", "ranks", "from", "how it ended", title=Text(f"starts of {each.path}")
+        )
+        for row in each.starts:
+            starts.add_row(*map(Text, row))
+        parts += [starts] if each.starts else []
+        parts += [Text(f"{when}  {text}", "yellow") for when, text in each.notes]
     return Group(*parts)
 
 
@@ -135,13 +121,11 @@ def main() -> int:
     if options.once:
         console.print(look())
         return 0
-    with Live(look(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        try:
-            while True:
-                time.sleep(options.every)
-                live.update(look(), refresh=True)
-        except KeyboardInterrupt:
-            return 0
+    with suppress(KeyboardInterrupt), Live(look(), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(options.every)
+            live.update(look(), refresh=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml
+from hpczero.plan.peak import PlannedRun
 from hpczero.plan.sizing import Batch
 from hpczero.planner.choice import Foretold
 from hpczero.run.balance import Balance, balance_of
@@ -214,12 +215,8 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         )
     rate = config.train.learning_rate_factor
     scheduler = LambdaLR(optimizer, rate, last_epoch=begin.step - 1)
-    planned = {
-        "unit": adapter.unit,
-        "planned_nbytes": 0 if room.run is None else room.run.most,
-        "planned_state_nbytes": 0 if room.run is None else room.run.memory.total,
-    }
-    records = _start_records(config, topology, folder, lock, begin, attempts, planned)
+    plan = room.run
+    records = _start_records(config, topology, adapter.unit, folder, lock, begin, attempts, plan)
     sharding = hpczero.sharding(model)
     sharding.advice.weighted = balance is not None
     tell_header(sharding, accelerator, reading, config, batch, adapter, checkpointing, room.run)
@@ -293,12 +290,8 @@ def _look_back(
         attempts = Attempts(folder, environment, is_root=topology.is_root)
         nothing_left = attempts.finished(config.train.steps)
         if not nothing_left:
-            attempts.start(
-                ranks=topology.size,
-                host=socket.gethostname(),
-                in_memory=in_memory,
-                held_nbytes=process_peak_nbytes(),
-            )
+            held, host = process_peak_nbytes(), socket.gethostname()
+            attempts.start(ranks=topology.size, host=host, in_memory=in_memory, held_nbytes=held)
             config = attempts.settle(config, in_memory=in_memory)
     if any(topology.gather(float(nothing_left))):
         log.info("nothing left to do: an earlier start has done all %d steps", config.train.steps)
@@ -377,16 +370,14 @@ def _choose(
 def _start_records(
     config: RunConfig,
     topology: Topology,
+    unit: str,
     folder: RunFolder,
     lock: RunLock,
     begin: Start,
     attempts: Attempts,
-    planned: Mapping[str, Any],
+    plan: PlannedRun | None,
 ) -> Records | None:
-    """Create the run folder or go on in it, on rank 0; None on the other ranks. Collective.
-
-    ``planned`` goes into the record of this start: what rates count, and the bytes that the plan foretells.
-    """
+    """Create the run folder or go on in it, on rank 0; None on the other ranks. Collective."""
     with topology.agreed("start the records"):
         if not topology.is_root:
             return None
@@ -403,12 +394,8 @@ def _start_records(
             folder.create(config)
         steps = config.train.steps
         records = Records(
-            folder,
-            config.log,
-            num_steps=steps,
-            start=begin.step,
-            own=begin.own,
-            unit=planned["unit"],
+            folder, config.log, num_steps=steps, start=begin.step, own=begin.own, unit=unit
         )
-        attempts.begin(begin.step, in_memory=begin.in_memory, **planned)
+        planned = {} if plan is None else {"planned": [plan.memory.total, plan.most]}
+        attempts.begin(begin.step, in_memory=begin.in_memory, unit=unit, **planned)
     return records

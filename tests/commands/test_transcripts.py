@@ -105,6 +105,7 @@ BY_SBATCH = (
 )
 MADE = r"everything into \.venv|on a login node|After `make setup`"
 TRAINS = Verdict(after=SMALL, shows="done: python -m hpczero.sample")
+WATCH = Verdict(after="--once", shows="finished: all steps are done")
 DRY = Verdict(
     before="DRY_RUN=1 ", shows="nothing is submitted|scaling.sweep .* --by sbatch", needs=CLUSTER
 )
@@ -153,6 +154,11 @@ TABLE = {
     "srun -n 64 .venv/bin/python -m hpczero.train run.toml": Verdict(
         instead=("srun -n 64 ", ""), after=SMALL, needs="inside a SLURM allocation", shows="done: "
     ),
+    "python -m hpczero.watch RUN [RUN ...]": Verdict(
+        instead=("RUN [RUN ...]", "runs/given --once"), shows="finished: all steps are done"
+    ),
+    "python -m hpczero.watch runs/mine": WATCH,
+    "python -m hpczero.watch runs/mine --page": WATCH,
     # In running text these name the command.
     "python -m hpczero.plan": Verdict(
         after="--model gpt2 --ranks 2 --memory 8GB", shows="Use stage"

@@ -206,7 +206,8 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Remove what a killed job has left of writing small files, if it is old. Not collective: rank 0 calls it."""
-        remove_left_over(self.path, (self.config.name, self.metrics.name), age_s=STALE_S)
+        names = (self.config.name, self.metrics.name, self.page.name)
+        remove_left_over(self.path, names, age_s=STALE_S)
 
     def writing(self) -> Explained:
         """Context around writes to the folder: an error of the system becomes a ConfigError."""
