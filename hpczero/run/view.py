@@ -252,7 +252,7 @@ class RunView:
         steps = self._recent[-1].step - begin.get("step", math.inf)
         taken_s: float = self._tail.written - begin.get("time", math.inf)
         if steps > 0 and taken_s > 0:
-            return taken_s / steps
+            return taken_s / float(steps)
         return sum(m.step_ms + m.checkpoint_ms for m in self._recent) / len(self._recent) / 1e3
 
     def _of_steps(self, now: list[Event], config: RunConfig | None, facts: Event) -> dict[str, str]:
@@ -331,7 +331,8 @@ def _row(group: list[Event], otherwise: str) -> tuple[str, str, str, str]:
     begins = [f"step {event['step']:,}" for event in group if event["event"] == "begin"]
     ends = [event for event in group if event["event"] == "end"]
     how = ": ".join(_ended(ends)) if ends else otherwise
-    return _at(group[0].get("time")), _who(group[0]), *(begins[-1:] or ["did not begin"]), how
+    began = begins[-1] if begins else "did not begin"
+    return _at(group[0].get("time")), _who(group[0]), began, how
 
 
 def _who(facts: Event) -> str:
