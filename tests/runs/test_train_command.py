@@ -180,10 +180,12 @@ def test_bf16_checkpointing_bpe_and_mfu_train_and_unwanted_files_stay_away(
         data__tokenizer="bpe",
         log__plot="false",
         log__tensorboard="false",
+        log__page_s=0,
         log__peak_tflops=0.5,
         log__level="debug",
     ).ended()
     assert {file.name for file in (folder / "bf16").iterdir()} == {
+        "attempts.jsonl",
         "checkpoints",
         "config.toml",
         "metrics.jsonl",
