@@ -48,6 +48,9 @@ TORCH_FREE = (
     "predict",
     "run.results.metrics",
     "run.results.metrics_file",
+    "run.page",
+    "run.view",
+    "watch",
 )
 TORCH_ALLOWED = ("plan.rules",)
 # comm.awareness looks for variables of MPI libraries, and comm.trial gives its job the environment.

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,9 @@ class RunView:
         if not path.is_dir():
             return Picture(path, when, "no run", "there is no such folder yet")
         config = self._kept(self._folder.config, lambda p: load_toml(p, RunConfig))
-        events: list[Event] = self._kept(self._folder.attempts, read_attempts) or []
+        events: list[Event] = (
+            self._kept(self._folder.attempts, partial(read_attempts, warns=False)) or []
+        )
         with suppress(OSError):  # none yet
             self._follow()
         starts = by_start(events)

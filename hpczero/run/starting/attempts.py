@@ -271,7 +271,7 @@ def _stopped_at_once(events: list[dict[str, Any]]) -> bool:
     return bool(ended) and (not begun or ended[-1] - begun[-1] < FEW_STEPS)
 
 
-def read_attempts(path: Path) -> list[dict[str, Any]]:
+def read_attempts(path: Path, *, warns: bool = True) -> list[dict[str, Any]]:
     """Every whole line. A line that a killed job has half written is left out, and so is a damaged one, with a warning.
 
     Raises:
@@ -295,7 +295,7 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
             events.append(event)
         elif line.strip(b"\0 \t\r") and number < len(lines):
             wrong.append(number)
-    if wrong:
+    if wrong and warns:
         logger.warning(
             "%s: %d line(s) cannot be read, the first is %d; left out", path, len(wrong), wrong[0]
         )
