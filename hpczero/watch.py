@@ -62,7 +62,9 @@ class Slurm:
             # The number of an array's first element means all of them, hence %A.
             found = answer(["squeue", "--noheader", "--job", job, "--format", FORMAT], ASK_LIMIT_S)
             lines = [line.partition(" ") for line in found.stdout.splitlines()] if found else []
-            own = next((text for number, _, text in lines if number == job), "not in the queue")
+            gone = found is not None and (not found.returncode or "Invalid job id" in found.stderr)
+            none = "not in the queue" if gone else "squeue does not answer"
+            own = next((text for number, _, text in lines if number == job), none)
             said = "" if found is None else f"\nSLURM job {job}: {own}"
             self._said[job] = (time.monotonic(), said)
         return said

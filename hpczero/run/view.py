@@ -137,38 +137,30 @@ class RunView:
         if not path.is_dir():
             return Picture(path, when, "no run", "there is no such folder yet")
         config = self._kept(self._folder.config, lambda p: load_toml(p, RunConfig))
-        events: list[Event] = (
-            self._kept(self._folder.attempts, partial(read_attempts, warns=False)) or []
-        )
+        quietly = partial(read_attempts, warns=False)
+        events: list[Event] = self._kept(self._folder.attempts, quietly) or []
         with suppress(OSError):  # none yet
             self._follow()
         starts = by_start(events)
         now = starts[-1] if starts else []
         state, said = self._state(now, config, when)
         facts = {key: value for event in now for key, value in event.items()}
-        figures = {}
-        if self._recent:
-            figures = self._of_steps(now, config, facts)
-            if state not in GOOD[:-1]:
-                figures.pop("time left", None)
+        figures = self._of_steps(now, config, facts) if self._recent else {}
+        if state not in GOOD[:-1]:
+            figures.pop("time left", None)
         figures["checkpoints"] = self._checkpoints(when)
         if config is not None:
-            of, batch = config.parallel, config.train.global_batch
-            figures["settings"] = (
-                f"{config.model.title}, stage {of.stage}, {of.precision}, global batch {batch}"
-            )
+            of, batch = config.parallel, f"global batch {config.train.global_batch}"
+            figures["settings"] = f"{config.model.title}, stage {of.stage}, {of.precision}, {batch}"
         if now:
             figures["ranks"] = _who(facts)
+        unit = facts.get("unit", "token")
         curves = {
-            title.format(unit=facts.get("unit", "token")): {
-                n: c.points for n, c in named.items() if c.points
-            }
+            title.format(unit=unit): {n: c.points for n, c in named.items() if c.points}
             for title, named in self._curves.items()
         }
-        rows = [
-            _row(group, state if group is now else "killed: it did not say how it ended")
-            for group in starts
-        ]
+        rows = [_row(group, "killed: it did not say how it ended") for group in starts[:-1]]
+        rows += [_row(now, state)] if now else []
         notes = [
             (_at(event.get("time")), f"{event.get('kind')}: {event.get('text')}")
             for event in events
@@ -220,18 +212,13 @@ class RunView:
         if holder is None and last is None and not begins:
             return "not begun", "no metrics yet, and no process has the folder"
         if holder is None:
-            return (
-                "killed",
-                f"no process of this run lives, and none has said how it ended; it came to {done}",
-            )
+            said = "no process of this run lives, and none has said how it ended"
+            return "killed", f"{said}; it came to {done}"
         if ends or not begins or last is None or last.step <= begins[-1]["step"]:
             return "starting", f"no metrics of this start yet; the folder is held by {holder}"
         temporary = [entry.name for entry in self._folder.checkpoints.glob(".tmp-step-*")]
-        saving = (
-            f"checkpoint of step {int(temporary[0].split('-')[2]):,} is being written"
-            if temporary
-            else ""
-        )
+        steps = [f"{int(name.split('-')[2]):,}" for name in temporary]
+        saving = f"checkpoint of step {steps[0]} is being written" if steps else ""
         if config is not None and last.step >= config.train.steps:
             return "saving", saving or "all steps are done; the results are being written"
         if saving and not (config is not None and config.checkpoint.background):
@@ -240,13 +227,10 @@ class RunView:
             self._step_s(now),
             max(m.step_ms + m.checkpoint_ms for m in self._recent),
         )
-        if when - self._tail.written > max(
-            QUIET_S, QUIET_MEANS * step_s, QUIET_STEPS * longest_ms / 1e3
-        ):
-            return (
-                "stalled",
-                f"no line since {done}; a step takes {step_s:.2f} s, and the run lives: {holder}",
-            )
+        limit_s = max(QUIET_S, QUIET_MEANS * step_s, QUIET_STEPS * longest_ms / 1e3)
+        if when - self._tail.written > limit_s:
+            took = f"a step takes {step_s:.2f} s"
+            return "stalled", f"no line since {done}; {took}, and the run lives: {holder}"
         return "training", "; ".join(filter(None, (done, saving)))
 
     def _step_s(self, now: list[Event]) -> float:
@@ -268,15 +252,11 @@ class RunView:
         rows["loss"] = f"{last.loss:.4f}, {of_many} {mean('loss'):.4f}"
         if self._held_out:
             (at, lowest), (newest, loss) = self._held_out
-            rows["held-out loss"] = (
-                f"{loss:.4f} after step {newest:,}, lowest {lowest:.4f} after step {at:,}"
-            )
-        skipped = (
-            f", {last.skipped_steps} skipped, scale {last.loss_scale:g}"
-            if last.skipped_steps
-            else ""
-        )
-        rows["learning rate"] = f"{last.learning_rate:.2e}, norm {last.grad_norm:.3g}{skipped}"
+            best = f"lowest {lowest:.4f} after step {at:,}"
+            rows["held-out loss"] = f"{loss:.4f} after step {newest:,}, {best}"
+        rows["learning rate"] = f"{last.learning_rate:.2e}, norm {last.grad_norm:.3g}"
+        if last.skipped_steps:
+            rows["skipped steps"] = f"{last.skipped_steps:,}, loss scale {last.loss_scale:g}"
         unit = f"{facts.get('unit', 'token')}s/s"
         rows["speed"] = f"{last.tokens_per_s:,.0f} {unit}, {of_many} {mean('tokens_per_s'):,.0f}"
         if last.mfu is not None:
@@ -286,10 +266,8 @@ class RunView:
         parts = (f"{name} {mean(f'{name}_ms'):.1f}" for name in PARTS)
         rows["step time"] = f"{mean('step_ms'):.1f} ms: {', '.join(parts)}"
         waits = sum(map(waits_of, recent.steps)) / len(recent.steps)
-        waits_ms = waits * mean("step_ms")
-        rows["communication"] = (
-            f"{waits:.1%} of a step waits for other ranks, {waits_ms:.1f} ms (rank 0)"
-        )
+        ms = f"{waits * mean('step_ms'):.1f} ms"
+        rows["communication"] = f"{waits:.1%} of a step waits for other ranks, {ms} (rank 0)"
         rows["memory"] = _memory(last, facts)
         every = config.log.stragglers_every if config is not None else 0
         rows["slow ranks"] = _slow(now, last.step // every * every if every else 0)
@@ -353,10 +331,8 @@ def _memory(last: StepMetrics, facts: Event) -> str:
         rows.append(f"device {_mib(last.device_peak_nbytes)}{plan}")
         plan = ""
     process = last.process_peak_nbytes
-    rows.append(
-        f"process {_mib(process)}, {_mib(process - facts.get('held_nbytes', 0))} more than before the run{plan}"
-    )
-    return "; ".join(rows)
+    more = f"{_mib(process - facts.get('held_nbytes', 0))} more than before the run{plan}"
+    return "; ".join([*rows, f"process {_mib(process)}, {more}"])
 
 
 def _mib(nbytes: float) -> str:

@@ -186,6 +186,13 @@ def test_terminal_asks_slurm_for_the_job_of_the_last_start(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "SLURM" not in text_of(picture), "no such command"
     squeue = tmp_path / "squeue"
+    for command, said in (
+        ("exit 1", "squeue does not answer"),
+        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", "not in the queue"),
+    ):
+        squeue.write_text(f"#!/bin/sh\n{command}\n")
+        squeue.chmod(0o755)
+        assert f"SLURM job 77: {said}" in text_of(picture)
     squeue.write_text("#!/bin/sh\necho 78 PENDING, 5:00 left\necho 77 RUNNING, $3 $5\n")
     squeue.chmod(0o755)
     assert "SLURM job 77: RUNNING, 77 %A %T, %L left of its time" in text_of(picture)

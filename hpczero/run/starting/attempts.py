@@ -34,7 +34,7 @@ logger = logging.getLogger("hpczero.stops")
 FRUITLESS_RESTARTS = 3
 _NUMBERS = {"start": ("committed",), "begin": ("step",), "note": (), "end": ("step", "code")}
 FEW_STEPS = 3  # fewer in a start that was asked to stop: its job is too short, or warned too early
-MOST_NOTES = 200  # of one start
+MOST_NOTES = 1000  # of one start
 SLOW = "slow ranks"  # kind of a note
 SAID = 1000  # characters of a note or an error
 
@@ -181,6 +181,8 @@ class Attempts:
         """Record what people should see, once. A full disk does not matter: it stands in the log of the job, too."""
         if self._is_root and text not in self._notes and len(self._notes) < MOST_NOTES:
             self._notes.add(text)
+            if len(self._notes) == MOST_NOTES:
+                kind, text = "warning", "later warnings and slow ranks stand in the job's log alone"
             with suppress(ConfigError):
                 self._write("note", kind=kind, step=self.step, text=text[:SAID])
 
