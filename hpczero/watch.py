@@ -17,6 +17,7 @@ from hpczero.errors import run
 from hpczero.files.regular import answer
 from hpczero.options.reading import parse_command_line
 from hpczero.options.types import require_positive
+from hpczero.options.values import require
 from hpczero.run.page import write_page
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.view import GOOD, Picture, RunView
@@ -46,6 +47,7 @@ class WatchOptions:
     every: float = 2.0
 
     def __post_init__(self) -> None:
+        require(bool(self.folders), "RUN", "nothing", "the folder of a run, such as runs/default")
         require_positive("watch", self, "every")
 
 
