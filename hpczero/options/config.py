@@ -578,6 +578,10 @@ class LogOptions:
         level: debug adds lines of every rank.
         progress: bar on a terminal, lines in a log; auto: a bar if standard output is a terminal with a width.
         tensorboard: write TensorBoard event files.
+        wandb: also send the figures of each step to Weights & Biases: offline, into the run folder, or online.
+            WANDB_PROJECT and the other variables of wandb say where to.
+        mlflow: also send them to MLflow: a folder, or the address of a server; None: not. MLFLOW_EXPERIMENT_NAME names
+            the experiment.
         plot: draw the losses every 10 minutes, and at the end.
         peak_tflops: of one rank's hardware in the chosen precision, for MFU; None: no MFU.
         stragglers_every: steps between looks for ranks that are slower than the others, or than they were; 0: never.
@@ -589,6 +593,8 @@ class LogOptions:
     level: Literal["info", "debug"] = "info"
     progress: Literal["auto", "bar", "lines"] = "auto"
     tensorboard: bool = True
+    wandb: Literal["off", "offline", "online"] = "off"
+    mlflow: str | None = None
     plot: bool = True
     peak_tflops: float | None = None
     stragglers_every: int = 100
@@ -597,6 +603,7 @@ class LogOptions:
     def __post_init__(self) -> None:
         require_positive("log", self, "every")
         require_amount("log", self, "stragglers_every", "digest_every")
+        require_path("log.mlflow", self.mlflow)
         peak = self.peak_tflops
         require(
             peak is None or 0 < peak < math.inf, "log.peak_tflops", peak, "a finite number above 0"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
+from hpczero import trackers
 from hpczero.accelerator import Accelerator
 from hpczero.activations import Checkpointing
 from hpczero.adapters.base import Adapter
@@ -32,7 +33,7 @@ from hpczero.run.evaluation import Evaluation, LeafPlan, passes_of
 from hpczero.run.local_steps import LocalSteps
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
-from hpczero.run.results.records import Records
+from hpczero.run.results.records import Records, earlier_figures
 from hpczero.run.starting import resume
 from hpczero.run.starting.attempts import Attempts
 from hpczero.run.starting.building import (
@@ -48,6 +49,7 @@ from hpczero.run.starting.reading import RunData, open_reading
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
 from hpczero.run.stopping import Deadline
+from hpczero.trackers import BackgroundTracker
 from hpczero.zero.exact import computed_on
 
 
@@ -376,6 +378,7 @@ def _start_records(
     with topology.agreed("start the records"):
         if not topology.is_root:
             return None
+        asked = trackers.asked(config.log, folder.path)
         lock.lock.check()  # a job that stood still may have been taken for dead since it took the folder
         if begin.resumed:
             resume.tell_changes(folder, config)
@@ -388,8 +391,24 @@ def _start_records(
             lock.make_room(config.run)
             folder.create(config)
         steps = config.train.steps
+        done = begin.step if begin.own else 0
         records = Records(
-            folder, config.log, num_steps=steps, start=begin.step, own=begin.own, unit=unit
+            folder,
+            config.log,
+            num_steps=steps,
+            start=begin.step,
+            own=begin.own,
+            unit=unit,
+            trackers=[
+                BackgroundTracker(
+                    name,
+                    tracker,
+                    run=config.run.name,
+                    config=asdict(config),
+                    earlier=earlier_figures(folder, done),
+                )
+                for name, tracker in asked.items()
+            ],
         )
         attempts.begin(begin.step, in_memory=begin.in_memory)
     return records

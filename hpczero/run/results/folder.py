@@ -20,6 +20,7 @@ from hpczero.files.durable import remove, remove_left_over, sync, write_text
 from hpczero.files.regular import WHY, Explained, kind_of
 from hpczero.options.config import DEFAULT_RUN, RunConfig, RunOptions
 from hpczero.options.reading import to_toml
+from hpczero.trackers import KNOWN
 
 logger = logging.getLogger("hpczero.runs")
 
@@ -35,6 +36,7 @@ class RunFolder:
         attempts: file with one JSON line per start and end of jobs that follow one another.
         weights: file of the final weights.
         plot: file of the loss curves.
+        trackers: file of the ids under which trackers know the run.
         tensorboard: folder of TensorBoard event files.
         checkpoints: folder of checkpoints.
     """
@@ -47,6 +49,7 @@ class RunFolder:
         self.attempts = path / "attempts.jsonl"
         self.weights = path / "model.safetensors"
         self.plot = path / "loss.png"
+        self.trackers = path / KNOWN
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / CHECKPOINTS
 
@@ -97,6 +100,7 @@ class RunFolder:
             CorruptCheckpoint: as ``Folder.candidates``.
         """
         files = (self.config, self.metrics, self.digests, self.attempts, self.weights, self.plot)
+        files = (*files, self.trackers)
         folders = (self.path, self.checkpoints, self.tensorboard)
         with self.writing():
             for path in (*folders, *files):
@@ -146,7 +150,7 @@ class RunFolder:
                 said = "%s: of an earlier start that saved nothing; kept in %s"
                 logger.warning(said, self.metrics, kept.name)
             # Only what a run writes: the user may keep other things here.
-            for file in (self.metrics, self.digests, self.plot, self.weights):
+            for file in (self.metrics, self.digests, self.plot, self.weights, self.trackers):
                 file.unlink(missing_ok=True)
             shutil.rmtree(self.tensorboard, ignore_errors=True)
             found = Folder(self.checkpoints).candidates()
