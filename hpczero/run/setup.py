@@ -44,7 +44,7 @@ from hpczero.run.starting.building import (
     set_options,
 )
 from hpczero.run.starting.choosing import Chosen, choose_settings, earlier_settings, taken_over
-from hpczero.run.starting.header import flops_per_unit, tell_header
+from hpczero.run.starting.header import flops_per_unit, peak_of, planned_memory, tell_header
 from hpczero.run.starting.reading import RunData, open_reading
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
@@ -98,6 +98,8 @@ class Run:
         attempts: the starts of this run so far.
         environment: environment of the job on rank 0; empty on other ranks.
         deadline: when the job ends.
+        peak_tflops: of this rank's device, for MFU; None: there is no MFU.
+        planned_nbytes: bytes of states, buffers and gradients of its own that the plan expects of a rank at the peak.
         foretold: what the planner expects of its choice; None where it was not asked.
     """
 
@@ -122,6 +124,8 @@ class Run:
     attempts: Attempts
     environment: Environment
     deadline: Deadline
+    peak_tflops: float | None
+    planned_nbytes: int
     foretold: Foretold | None = None
 
     @property
@@ -219,6 +223,10 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     sharding = hpczero.sharding(model)
     sharding.advice.weighted = balance is not None
     tell_header(sharding, accelerator, reading, config, batch, adapter, checkpointing, room.run)
+    peak_tflops, said = peak_of(config, accelerator)
+    if said:
+        log.info("%s", said)
+    part = room.run if room.run is not None and room.run.layout else None
     return Run(
         given=replace(given, config=config),
         adapter=adapter,
@@ -261,6 +269,9 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         attempts=attempts,
         environment=environment,
         deadline=deadline,
+        peak_tflops=peak_tflops,
+        planned_nbytes=planned_memory(sharding, config, part, batch.leaves).total
+        + (0 if room.run is None else room.run.accumulated),
         foretold=foretold,
     )
 

@@ -38,6 +38,7 @@ class RunFolder:
         plot: file of the loss curves.
         trackers: file of the ids under which trackers know the run.
         tensorboard: folder of TensorBoard event files.
+        profile: folder of profiles of steps.
         checkpoints: folder of checkpoints.
     """
 
@@ -51,6 +52,7 @@ class RunFolder:
         self.plot = path / "loss.png"
         self.trackers = path / KNOWN
         self.tensorboard = path / "tensorboard"
+        self.profile = path / "profile"
         self.checkpoints = path / CHECKPOINTS
 
     @classmethod
@@ -101,7 +103,7 @@ class RunFolder:
         """
         files = (self.config, self.metrics, self.digests, self.attempts, self.weights, self.plot)
         files = (*files, self.trackers)
-        folders = (self.path, self.checkpoints, self.tensorboard)
+        folders = (self.path, self.checkpoints, self.tensorboard, self.profile)
         with self.writing():
             for path in (*folders, *files):
                 kind, expected = kind_of(path), "a directory" if path in folders else "a file"
@@ -152,7 +154,8 @@ class RunFolder:
             # Only what a run writes: the user may keep other things here.
             for file in (self.metrics, self.digests, self.plot, self.weights, self.trackers):
                 file.unlink(missing_ok=True)
-            shutil.rmtree(self.tensorboard, ignore_errors=True)
+            for written in (self.tensorboard, self.profile):
+                shutil.rmtree(written, ignore_errors=True)
             found = Folder(self.checkpoints).candidates()
             if found:
                 logger.info("%s: deleting %d checkpoint(s), as asked", self.path, len(found))
