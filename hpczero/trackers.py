@@ -224,7 +224,7 @@ class WandbTracker(Tracker):
         )
         sync = f"to send the run, type: wandb sync {Path(self._run.dir).parent}"
         log.info("wandb: %s", sync if self._mode == "offline" else self._run.url)
-        return max(self._run.step - 1, 0)
+        return max(int(self._run.step) - 1, 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand the step to W&B's own process."""

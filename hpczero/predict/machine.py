@@ -222,14 +222,14 @@ def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
         sources[where] = str(entry["source"])
         return entry["value"]
 
-    title, peak = str(table.pop("title", path.stem)), table.pop("peak", {})
-    if isinstance(peak, str) and peak in (known := _devices()):
-        peak = {key: entry for key, entry in known[peak].items() if key not in ("names", "tf32")}
+    title, given = str(table.pop("title", path.stem)), table.pop("peak", {})
+    peak = _devices().get(given) if isinstance(given, str) else given
     if not isinstance(peak, dict):
         raise ConfigError(
-            f"{path}: peak: got {shown(peak)}, expected a table of FLOP/s by precision, or one of "
+            f"{path}: peak: got {shown(given)}, expected a table of FLOP/s by precision, or one of "
             f"{', '.join(_devices())}"
         )
+    peak = {key: entry for key, entry in peak.items() if key not in ("names", "tf32")}
     values = {key: number(key, entry) for key, entry in table.items()}
     fields = dataclasses.fields(Machine)
     needed = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
@@ -252,7 +252,7 @@ def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
 
 
 def _devices() -> dict[str, Any]:
-    return parse_toml(read_text(DEVICES, MOST_NBYTES))
+    return dict(parse_toml(read_text(DEVICES, MOST_NBYTES)))
 
 
 def device_peak(name: str, precision: str) -> tuple[float, str] | None:

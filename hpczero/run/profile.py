@@ -108,8 +108,8 @@ class Profile:
         self._wrap(Calls, "timed", lambda _, what: what or "wait for other ranks", context=True)
         self._wrap(Work, "wait", lambda work: f"wait for {work.name}")
         self._wrap(Unit, "unshard", lambda unit, **_: f"unshard {unit.spec.name}")
-        self._after(Residence, "make_whole", lambda _, units: [self._use(u, "b") for u in units])
-        self._after(Residence, "give_back", lambda _, unit: self._use(unit, "e"))
+        self._after(Residence, "make_whole", lambda _, units: self._use(units, "b"))
+        self._after(Residence, "give_back", lambda _, unit: self._use([unit], "e"))
         self._after(type(self._sharding.memory), "add", self._note_memory)
         activities = [ProfilerActivity.CPU]
         if self._on_device:
@@ -157,12 +157,12 @@ class Profile:
         self._active.callback(setattr, owner, method, getattr(owner, method))
         setattr(owner, method, new)
 
-    def _use(self, unit: Unit, kind: str) -> None:
-        """Note that a module begins to use ``unit``, or no longer does."""
-        name = unit.spec.name
-        if (kind == "b") != (name in self._open):
-            (self._open.add if kind == "b" else self._open.discard)(name)
-            self._units.append((kind, name, time.perf_counter()))
+    def _use(self, units: Sequence[Unit], kind: str) -> None:
+        """Note that a module begins to use ``units`` (b), or no longer does (e)."""
+        for name in (unit.spec.name for unit in units):
+            if (kind == "b") != (name in self._open):
+                (self._open.add if kind == "b" else self._open.discard)(name)
+                self._units.append((kind, name, time.perf_counter()))
 
     def _note_memory(self, memory: object, *_: object) -> None:
         if memory is self._sharding.memory:
@@ -203,7 +203,8 @@ class Profile:
             self._torch.export_chrome_trace(str(raw))
             trace = json.loads(raw.read_bytes())
         if self._on_device:
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank{rank}.pickle"))
+            kept = str(folder / f"memory-rank{rank}.pickle")
+            torch.cuda.memory._dump_snapshot(kept)  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
         events, (name, began) = trace["traceEvents"], self._anchor or ("", 0.0)
         zero = next(e["ts"] for e in events if e.get("name") == name and e.get("ph") == "X")

@@ -101,9 +101,9 @@ class RunFolder:
             ConfigError: the message says what is there.
             CorruptCheckpoint: as ``Folder.candidates``.
         """
-        files = (self.config, self.metrics, self.digests, self.attempts, self.weights, self.plot)
-        files = (*files, self.trackers)
-        folders = (self.path, self.checkpoints, self.tensorboard, self.profile)
+        files = [self.config, self.metrics, self.digests, self.attempts, self.weights, self.plot]
+        files += [self.trackers]
+        folders = [self.path, self.checkpoints, self.tensorboard, self.profile]
         with self.writing():
             for path in (*folders, *files):
                 kind, expected = kind_of(path), "a directory" if path in folders else "a file"
