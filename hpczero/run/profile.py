@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 import hpczero
 from hpczero.comm.calls import Calls, Work
@@ -111,11 +111,12 @@ class Profile:
         self._after(Residence, "make_whole", lambda _, units: self._use(units, "b"))
         self._after(Residence, "give_back", lambda _, unit: self._use([unit], "e"))
         self._after(type(self._sharding.memory), "add", self._note_memory)
-        activities = [ProfilerActivity.CPU]
         if self._on_device:
-            activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(max_entries=10**6)
-        self._torch = stack.enter_context(profile(activities=activities))
+        # The one below torch.profiler, whose start imports torch's compiler: a second, and 100 MB.
+        self._torch = stack.enter_context(
+            profile(use_device="cuda" if self._on_device else None, use_kineto=True)
+        )
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
