@@ -30,6 +30,8 @@ from hpczero.files.regular import read_text
 from hpczero.job import log
 from hpczero.options.config import LogOptions
 
+__all__ = ["BackgroundTracker", "MlflowTracker", "Tracker", "WandbTracker"]
+
 KNOWN = "trackers.json"  # in the run folder: under which ids trackers know the run
 MOST_NBYTES = 2**20  # of that file
 MOST_WAITING = 2**14  # steps that a tracker may be behind
