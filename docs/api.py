@@ -20,6 +20,7 @@ MODULES = (
     "hpczero.checkpoint",
     "hpczero.plan",
     "hpczero.plan.rules",
+    "hpczero.trackers",
     "hpczero.errors",
 )
 

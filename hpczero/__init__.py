@@ -44,6 +44,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("activations", "checkpoint", "finetune", "hf", "optim", "parallel", "plan")
+_ROOMS = ("activations", "checkpoint", "finetune", "hf", "optim", "parallel", "plan", "trackers")
 
 __getattr__, __dir__, __all__ = lazy(__name__, __file__, rooms=_ROOMS)

@@ -137,11 +137,11 @@ def launched_by_open_mpi() -> bool:
     return "OMPI_COMM_WORLD_SIZE" in os.environ
 
 
-def _running_mpi() -> Any:
-    """mpi4py's module where it is up with several ranks; else None."""
+def _running_mpi(ranks: int = 2) -> Any:
+    """mpi4py's module where it is up with so many ranks at least; else None."""
     mpi = sys.modules.get("mpi4py.MPI")
     up = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    return mpi if mpi is not None and up and mpi.COMM_WORLD.size > 1 else None
+    return mpi if mpi is not None and up and mpi.COMM_WORLD.size >= ranks else None
 
 
 def _mpi_began() -> bool:
@@ -365,7 +365,7 @@ def _leave(code: int) -> NoReturn:
         atexit._run_exitfuncs()  # those that were registered earlier, which would have come after this one
         if not any(thread.daemon for thread in threading.enumerate()):
             return
-        mpi = _running_mpi()
+        mpi = _running_mpi(ranks=1)
         if mpi is not None:
             mpi.Finalize()
         for stream in (sys.stdout, sys.stderr):

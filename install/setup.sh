@@ -277,7 +277,7 @@ import sys
 
 config = configparser.ConfigParser()
 config.read("setup.cfg")
-extras = ["hf", "trainer", "fabric", "datasets", *(["dev"] if sys.argv[1] == "tests" else [])]
+extras = ["hf", "trainer", "fabric", "datasets", *(["dev", "trackers"] if sys.argv[1] == "tests" else [])]
 wanted = [config["options"]["install_requires"], *(config["options.extras_require"][each] for each in extras)]
 lines = (line.split("#")[0].replace(" ", "") for text in wanted for line in text.splitlines())
 print(*(line for line in lines if line and not line.startswith("h5py")))

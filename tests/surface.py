@@ -27,6 +27,7 @@ MODULES = (
     "hpczero.hf",
     "hpczero.models",
     "hpczero.plan",
+    "hpczero.trackers",
 )
 COMMANDS = {
     "hpczero.checkpoint": ("ls", "verify", "export", "import"),

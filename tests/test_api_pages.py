@@ -12,6 +12,7 @@ import hpczero
 import hpczero.activations
 import hpczero.checkpoint
 import hpczero.plan
+import hpczero.trackers
 from tests.helpers.mpirun import ROOT, Finished, run_command
 
 PROGRAM = ROOT / "docs" / "api.py"
@@ -20,6 +21,7 @@ PUBLIC = {
     "hpczero/activations": hpczero.activations.__all__,
     "hpczero/checkpoint": hpczero.checkpoint.__all__,
     "hpczero/plan": hpczero.plan.__all__,
+    "hpczero/trackers": hpczero.trackers.__all__,
 }
 
 

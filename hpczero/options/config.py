@@ -578,9 +578,16 @@ class LogOptions:
         level: debug adds lines of every rank.
         progress: bar on a terminal, lines in a log; auto: a bar if standard output is a terminal with a width.
         tensorboard: write TensorBoard event files.
+        wandb: also send the figures of each step to Weights & Biases: offline, into the run folder, or online.
+            WANDB_PROJECT and the other variables of wandb say where to.
+        mlflow: also send them to MLflow: a folder, or the address of a server; None: not. MLFLOW_EXPERIMENT_NAME names
+            the experiment.
         plot: draw the losses every 10 minutes, and at the end.
         page_s: seconds between two writes of watch.html, a page about the run for a browser; 0: there is none.
-        peak_tflops: of one rank's hardware in the chosen precision, for MFU; None: no MFU.
+        peak_tflops: of one rank's hardware in the chosen precision, for MFU; None: by the name of the device, and no
+            MFU of one that is not known.
+        profile: steps to look into, as 10:13 for steps 10, 11 and 12 of metrics.jsonl: a trace of each rank, and a
+            page that says where the time of these steps went; None: none.
         stragglers_every: steps between looks for ranks that are slower than the others, or than they were; 0: never.
         digest_every: with run.exact, steps between lines of digests.jsonl, which python -m hpczero.replay compares;
             0: never.
@@ -590,19 +597,37 @@ class LogOptions:
     level: Literal["info", "debug"] = "info"
     progress: Literal["auto", "bar", "lines"] = "auto"
     tensorboard: bool = True
+    wandb: Literal["off", "offline", "online"] = "off"
+    mlflow: str | None = None
     plot: bool = True
     page_s: float = 10.0
     peak_tflops: float | None = None
+    profile: str | None = None
     stragglers_every: int = 100
     digest_every: int = 0
 
     def __post_init__(self) -> None:
         require_positive("log", self, "every")
         require_amount("log", self, "page_s", "stragglers_every", "digest_every")
+        require_path("log.mlflow", self.mlflow)
         peak = self.peak_tflops
         require(
             peak is None or 0 < peak < math.inf, "log.peak_tflops", peak, "a finite number above 0"
         )
+        known = self.profile is None or len(self.profiled) > 0
+        require(
+            known,
+            "log.profile",
+            self.profile,
+            "two steps such as 10:13, the second one after the first",
+        )
+
+    @property
+    def profiled(self) -> range:
+        """The steps to look into, counted from 1."""
+        first, _, end = (self.profile or "").partition(":")
+        begin, behind = digits(first), digits(end)
+        return range(begin or 0, behind or 0) if begin else range(0)
 
 
 @dataclass(frozen=True)

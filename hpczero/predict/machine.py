@@ -14,6 +14,7 @@ from hpczero.errors import ConfigError
 from hpczero.files.regular import parse_toml, read_text, reason, shown
 
 FOLDER = Path(__file__).parent / "machines"
+DEVICES = FOLDER.with_name("devices.toml")
 MOST_NBYTES = 2**20
 
 # Memory-bound work: elements read and written for one element, in forward and in backward.
@@ -221,11 +222,14 @@ def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
         sources[where] = str(entry["source"])
         return entry["value"]
 
-    title, peak = str(table.pop("title", path.stem)), table.pop("peak", {})
+    title, given = str(table.pop("title", path.stem)), table.pop("peak", {})
+    peak = _devices().get(given) if isinstance(given, str) else given
     if not isinstance(peak, dict):
         raise ConfigError(
-            f"{path}: peak: got {shown(peak)}, expected a table of FLOP/s by precision"
+            f"{path}: peak: got {shown(given)}, expected a table of FLOP/s by precision, or one of "
+            f"{', '.join(_devices())}"
         )
+    peak = {key: entry for key, entry in peak.items() if key not in ("names", "tf32")}
     values = {key: number(key, entry) for key, entry in table.items()}
     fields = dataclasses.fields(Machine)
     needed = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
@@ -245,6 +249,23 @@ def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
         sources=sources,
         **values,
     )
+
+
+def _devices() -> dict[str, Any]:
+    return dict(parse_toml(read_text(DEVICES, MOST_NBYTES)))
+
+
+def device_peak(name: str, precision: str) -> tuple[float, str] | None:
+    """Dense peak of a device in FLOP/s, and its source; None if it is not known, and then it is not guessed.
+
+    Args:
+        name: as ``torch.cuda.get_device_name`` gives it.
+        precision: fp32, tf32, fp16 or bf16.
+    """
+    for device in _devices().values():
+        if name in device["names"] and precision in device:
+            return device[precision]["value"], device[precision]["source"]
+    return None
 
 
 def machine_names() -> list[str]:

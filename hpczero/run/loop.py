@@ -29,6 +29,7 @@ from hpczero.plan.degrees import mesh_on_nodes
 from hpczero.run.evaluation import Found
 from hpczero.run.measured import Expectation, Stragglers, after_save, metrics_of
 from hpczero.run.page import PageWriter
+from hpczero.run.profile import Profile
 from hpczero.run.replay import write_digests
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
@@ -187,13 +188,16 @@ def take_steps(run: Run) -> int:
     stops = Stops(run.folder.path, given.topology, given.signals, run.deadline)
     stragglers = Stragglers(given.topology, every=config.log.stragglers_every)
     expectation = Expectation(run.foretold)
+    profile = Profile(run) if config.log.profile else None
     stopped, found, drawn_s = False, None, time.monotonic()
     with run.records or nullcontext(), checkpoints, run.local or nullcontext():
         if run.local is not None and run.local.owes:
             log.info("%s", run.local.after_step(run.start))
         for number in range(run.start, config.train.steps):
             given.accelerator.reset_peak()
-            taken, done = run.step.take(number), number + 1
+            done = number + 1
+            with nullcontext() if profile is None else profile.step(done):
+                taken = run.step.take(number)
             run.attempts.step = done
             stragglers.note(taken.own_s)
             expectation.note(taken.step_s)
@@ -232,6 +236,8 @@ def take_steps(run: Run) -> int:
                 drawn_s = draw_meanwhile(run, drawn_s)
 
             stopped = wish is Wish.STOP and done < config.train.steps
+            if profile is not None:
+                profile.note(done, taken, last=stopped or done == config.train.steps)
             if stopped:
                 break
     return end_stopped(run, done) if stopped else end_finished(run, found)

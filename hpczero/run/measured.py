@@ -135,7 +135,7 @@ def metrics_of(run: Run, taken: Taken, done: int, found: Found | None) -> StepMe
     tokens_per_s = tokens / taken.step_s
     size = run.given.topology.size * run.config.groups
     tflops = achieved_tflops(tokens_per_s, run.flops_per_unit, size)
-    peak = run.config.log.peak_tflops
+    peak = run.peak_tflops
     return StepMetrics(
         step=done,
         tokens=done * tokens,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
+from hpczero import trackers
 from hpczero.accelerator import Accelerator
 from hpczero.activations import Checkpointing
 from hpczero.adapters.base import Adapter
@@ -34,7 +35,7 @@ from hpczero.run.local_steps import LocalSteps
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.results.metrics import process_peak_nbytes
-from hpczero.run.results.records import Records
+from hpczero.run.results.records import Records, earlier_figures
 from hpczero.run.starting import resume
 from hpczero.run.starting.attempts import Attempts
 from hpczero.run.starting.building import (
@@ -45,11 +46,12 @@ from hpczero.run.starting.building import (
     set_options,
 )
 from hpczero.run.starting.choosing import Chosen, choose_settings, earlier_settings, taken_over
-from hpczero.run.starting.header import flops_per_unit, tell_header
+from hpczero.run.starting.header import flops_per_unit, peak_of, planned_memory, tell_header
 from hpczero.run.starting.reading import RunData, open_reading
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
 from hpczero.run.stopping import Deadline
+from hpczero.trackers import BackgroundTracker
 from hpczero.zero.exact import computed_on
 
 
@@ -98,6 +100,8 @@ class Run:
         attempts: the starts of this run so far.
         environment: environment of the job on rank 0; empty on other ranks.
         deadline: when the job ends.
+        peak_tflops: of this rank's device, for MFU; None: there is no MFU.
+        planned_nbytes: bytes of states, buffers and gradients of its own that the plan expects of a rank at the peak.
         foretold: what the planner expects of its choice; None where it was not asked.
     """
 
@@ -122,6 +126,8 @@ class Run:
     attempts: Attempts
     environment: Environment
     deadline: Deadline
+    peak_tflops: float | None
+    planned_nbytes: int
     foretold: Foretold | None = None
 
     @property
@@ -220,6 +226,10 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     sharding = hpczero.sharding(model)
     sharding.advice.weighted = balance is not None
     tell_header(sharding, accelerator, reading, config, batch, adapter, checkpointing, room.run)
+    peak_tflops, said = peak_of(config, accelerator)
+    if said:
+        log.info("%s", said)
+    part = room.run if room.run is not None and room.run.layout else None
     return Run(
         given=replace(given, config=config),
         adapter=adapter,
@@ -262,6 +272,9 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         attempts=attempts,
         environment=environment,
         deadline=deadline,
+        peak_tflops=peak_tflops,
+        planned_nbytes=planned_memory(sharding, config, part, batch.leaves).total
+        + (0 if room.run is None else room.run.accumulated),
         foretold=foretold,
     )
 
@@ -381,6 +394,7 @@ def _start_records(
     with topology.agreed("start the records"):
         if not topology.is_root:
             return None
+        asked = trackers.asked(config.log, folder.path)
         lock.lock.check()  # a job that stood still may have been taken for dead since it took the folder
         if begin.resumed:
             resume.tell_changes(folder, config)
@@ -393,8 +407,24 @@ def _start_records(
             lock.make_room(config.run)
             folder.create(config)
         steps = config.train.steps
+        done = begin.step if begin.own else 0
         records = Records(
-            folder, config.log, num_steps=steps, start=begin.step, own=begin.own, unit=unit
+            folder,
+            config.log,
+            num_steps=steps,
+            start=begin.step,
+            own=begin.own,
+            unit=unit,
+            trackers=[
+                BackgroundTracker(
+                    name,
+                    tracker,
+                    run=config.run.name,
+                    config=asdict(config),
+                    earlier=earlier_figures(folder, done),
+                )
+                for name, tracker in asked.items()
+            ],
         )
         planned = {} if plan is None else {"planned": [plan.memory.total, plan.most]}
         attempts.begin(begin.step, in_memory=begin.in_memory, unit=unit, **planned)

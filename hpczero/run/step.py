@@ -65,6 +65,7 @@ class TrainingStep:
 
     Attributes:
         passes: forward and backward of its micro batches.
+        waits: whether clocks wait for the device; False on the host.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class TrainingStep:
         """
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self.passes, self._samples = passes, samples
-        self._accelerator, self._waits = accelerator, waits and not accelerator.is_host
+        self._accelerator, self.waits = accelerator, waits and not accelerator.is_host
         self._clip = math.inf if clip is None else clip
         sharding = hpczero.sharding(model)
         self._topology, self._collectives = sharding.topology, sharding.collectives
@@ -148,13 +149,13 @@ class TrainingStep:
         return Flow() if self._checkpointing is None else self._checkpointing.traffic
 
     def _finish(self) -> None:
-        if self._waits:
+        if self.waits:
             self._accelerator.finish()
             self._known_exposed_s = self._exposed_s()
 
     def _waited_s(self) -> float:
         """Seconds that this rank has stood still for collectives so far, by the clock of the device that computes."""
-        shards = self._known_exposed_s if self._waits else self._collectives.stats.seconds
+        shards = self._known_exposed_s if self.waits else self._collectives.stats.seconds
         return shards + self.passes.waited_s
 
     def _exposed_s(self) -> float:

@@ -167,6 +167,9 @@ def test_bad_command_line_names_the_option_on_one_line(
         ["--evaluation.batches", "-1"],
         ["--log.every", "0"],
         ["--log.peak_tflops", "0"],
+        ["--log.profile", "10"],
+        ["--log.profile", "0:3"],
+        ["--log.profile", "7:7"],
     ],
 )
 def test_value_out_of_range_names_option_and_value(args: list[str]) -> None:

@@ -13,7 +13,14 @@ import pytest
 from hpczero.errors import ConfigError
 from hpczero.models.config import PRESETS, GPTConfig, flops_per_token
 from hpczero.predict.job import Job
-from hpczero.predict.machine import FOLDER, Machine, Roofline, load_machine, machine_names
+from hpczero.predict.machine import (
+    FOLDER,
+    Machine,
+    Roofline,
+    device_peak,
+    load_machine,
+    machine_names,
+)
 from hpczero.predict.model import predict
 from hpczero.predict.network import Network
 from scaling.predict.__main__ import fit_of, largest_micro_batch, needed_nbytes
@@ -221,6 +228,30 @@ def test_every_number_of_every_machine_has_a_source() -> None:
         assert all(len(source) > 10 for source in machine.sources.values()), name
 
 
+def test_peak_is_that_of_a_device_whose_whole_name_is_known() -> None:
+    assert device_peak("NVIDIA H100 80GB HBM3", "bf16") == (
+        989.4e12,
+        "NVIDIA H100 data sheet (SXM), tensor cores, dense",
+    )
+    assert load_machine("dgx-h100").peak == {"fp32": 67e12, "fp16": 989.4e12, "bf16": 989.4e12}
+    of_pcie, of_gcd = (
+        device_peak("NVIDIA H100 PCIe", "tf32"),
+        device_peak("AMD Instinct MI250X", "fp16"),
+    )
+    assert of_pcie is not None
+    assert of_gcd is not None
+    assert (of_pcie[0], of_gcd[0]) == (378e12, 191.5e12)
+    for unknown in (
+        "NVIDIA H100",
+        "NVIDIA B300 SXM6 AC",
+        "NVIDIA GB200",
+        "NVIDIA A100-SXM-64GB",
+        "",
+    ):
+        assert device_peak(unknown, "bf16") is None
+    assert device_peak("Tesla V100-SXM2-32GB", "bf16") is None
+
+
 def test_a_machine_file_with_a_fault_is_named(tmp_path: Path) -> None:
     whole = (FOLDER / "dgx-a100.toml").read_text()
     for broken, message in (
@@ -233,6 +264,7 @@ def test_a_machine_file_with_a_fault_is_named(tmp_path: Path) -> None:
         (whole + "]", "is not TOML"),
         ("", r"missing dispatch, .*, ranks_per_node, .*; missing \[peak\]"),
         ("peak = 3", "peak: got 3, expected a table"),
+        ("peak = 'h100'", "peak: got 'h100', expected a table .*, or one of v100-sxm, a100, "),
         ("a = " + "[" * 9000, "is not TOML"),
     ):
         path = tmp_path / "mine.toml"

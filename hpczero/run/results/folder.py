@@ -20,6 +20,7 @@ from hpczero.files.durable import remove, remove_left_over, sync, write_text
 from hpczero.files.regular import WHY, Explained, kind_of, read_bytes
 from hpczero.options.config import DEFAULT_RUN, RunConfig, RunOptions
 from hpczero.options.reading import to_toml
+from hpczero.trackers import KNOWN
 
 logger = logging.getLogger("hpczero.runs")
 
@@ -36,7 +37,9 @@ class RunFolder:
         weights: file of the final weights.
         plot: file of the loss curves.
         page: file that a browser shows while the run goes on.
+        trackers: file of the ids under which trackers know the run.
         tensorboard: folder of TensorBoard event files.
+        profile: folder of profiles of steps.
         checkpoints: folder of checkpoints.
     """
 
@@ -49,7 +52,9 @@ class RunFolder:
         self.weights = path / "model.safetensors"
         self.plot = path / "loss.png"
         self.page = path / "watch.html"
+        self.trackers = path / KNOWN
         self.tensorboard = path / "tensorboard"
+        self.profile = path / "profile"
         self.checkpoints = path / CHECKPOINTS
 
     @classmethod
@@ -99,8 +104,8 @@ class RunFolder:
             CorruptCheckpoint: as ``Folder.candidates``.
         """
         files = [self.config, self.metrics, self.digests, self.attempts, self.weights]
-        files += [self.plot, self.page]
-        folders = (self.path, self.checkpoints, self.tensorboard)
+        files += [self.plot, self.page, self.trackers]
+        folders = [self.path, self.checkpoints, self.tensorboard, self.profile]
         with self.writing():
             for path in (*folders, *files):
                 kind, expected = kind_of(path), "a directory" if path in folders else "a file"
@@ -149,11 +154,13 @@ class RunFolder:
                 said = "%s: of an earlier start that saved nothing; kept in %s"
                 logger.warning(said, self.metrics, kept.name)
             # Only what a run writes: the user may keep other things here.
-            for file in (self.metrics, self.digests, self.plot, self.page, self.weights):
+            drawn = (self.plot, self.page)
+            for file in (self.metrics, self.digests, *drawn, self.weights, self.trackers):
                 file.unlink(missing_ok=True)
             if config.run.overwrite and self.attempts.exists():
                 _keep_series(self.attempts, self.attempts)
-            shutil.rmtree(self.tensorboard, ignore_errors=True)
+            for written in (self.tensorboard, self.profile):
+                shutil.rmtree(written, ignore_errors=True)
             found = Folder(self.checkpoints).candidates()
             if found:
                 logger.info("%s: deleting %d checkpoint(s), as asked", self.path, len(found))

@@ -1,4 +1,4 @@
-"""Where the figures of a step go: metrics.jsonl, TensorBoard, the screen. Only rank 0 makes a ``Records``."""
+"""Where the figures of a step go: metrics.jsonl, TensorBoard, trackers, the screen. Only rank 0 makes a ``Records``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from hpczero.errors import EXHAUSTED
 from hpczero.files.regular import reason
 from hpczero.options.config import LogOptions
 from hpczero.run.results.folder import RunFolder
-from hpczero.run.results.metrics import MetricsFile, StepMetrics
+from hpczero.run.results.metrics import MetricsFile, StepMetrics, read_records
 from hpczero.run.results.progress import StepProgress
+from hpczero.trackers import BackgroundTracker
 
 SPANS = 40  # a curve is smoothed over one part in so many
 TOKEN_TICKS = 5  # at most so many: 1,000,000,000 is wide
@@ -167,11 +168,12 @@ class Records:
         start: int = 0,
         own: bool = True,
         unit: str = "token",
+        trackers: Sequence[BackgroundTracker] = (),
     ) -> None:
         """Open the files.
 
         ``start`` steps were done before, by an earlier job of this run (``own``) or by another run. ``unit`` is what
-        rates count.
+        rates count. ``trackers`` are not entered yet.
         """
         self._progress = StepProgress(
             options.progress, num_steps=num_steps, every=options.every, start=start, unit=unit
@@ -180,6 +182,7 @@ class Records:
         self._file = MetricsFile(folder.metrics, start=start if own else 0)
         self._wants_tensorboard = options.tensorboard
         self._tensorboard: ScalarWriter | None = None
+        self._trackers = trackers
         self._open = ExitStack()
 
     def __enter__(self) -> Records:
@@ -190,6 +193,8 @@ class Records:
             threading.excepthook = _in_one_line
             self._tensorboard = ScalarWriter(self._folder.tensorboard)
             self._open.callback(self._tensorboard.close)
+        for tracker in self._trackers:
+            self._open.enter_context(tracker)
         self._open.enter_context(self._progress)
         return self
 
@@ -219,11 +224,26 @@ class Records:
 
     def _write(self, metrics: StepMetrics) -> None:
         self._file.write(metrics)
+        figures = figures_of(metrics)
         if self._tensorboard is not None:
-            for name, value in dataclasses.asdict(metrics).items():
-                if value is not None and name != "step":
-                    self._tensorboard.add_scalar(tag(name), value, metrics.step)
+            for name, value in figures.items():
+                self._tensorboard.add_scalar(tag(name), value, metrics.step)
+        for tracker in self._trackers:
+            tracker.log(metrics.step, figures)
         self._progress.show(metrics)
+
+
+def figures_of(metrics: StepMetrics) -> dict[str, float]:
+    """What a step was measured by, but for what was not measured."""
+    found = dataclasses.asdict(metrics)
+    return {name: v for name, v in found.items() if v is not None and name != "step"}
+
+
+def earlier_figures(folder: RunFolder, start: int) -> Iterator[tuple[int, dict[str, float]]]:
+    """Step and figures of the first ``start`` steps, as far as metrics.jsonl has them."""
+    for metrics in read_records(folder.metrics)[0] if start else []:
+        if metrics.step <= start:  # the others are of the steps that go on meanwhile
+            yield metrics.step, figures_of(metrics)
 
 
 def tag(name: str) -> str:

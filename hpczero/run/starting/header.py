@@ -18,10 +18,12 @@ from hpczero.job.group import Group
 from hpczero.job.launch import warn_of_shared_devices
 from hpczero.options.config import RunConfig
 from hpczero.plan.degrees import rank_map
+from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.plan.peak import PlannedRun
 from hpczero.plan.sent import sent_by
 from hpczero.plan.sizing import Batch
+from hpczero.predict.machine import device_peak
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.building import compiled_modules
 from hpczero.run.starting.precheck import activations_of, offload_of
@@ -57,6 +59,23 @@ def flops_per_unit(adapter: Adapter, batch: Callable[[], Sequence[Any]]) -> floa
         return math.nan
     taken: int = counter.get_total_flops()
     return (1 + BACKWARD) * taken / (len(given[0]) * adapter.context)
+
+
+def peak_of(options: RunConfig, accelerator: Accelerator) -> tuple[float | None, str]:
+    """Peak of this rank's device in TFLOP/s, None if it is not known, and a line about it. Not collective."""
+    asked, precision = options.log.peak_tflops, str(options.parallel.precision)
+    if asked is not None or accelerator.is_host:
+        return asked, ""
+    name = torch.cuda.get_device_name(accelerator.device)
+    if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
+        precision = "tf32"
+    found = device_peak(name, precision)
+    if found is None:
+        return (
+            None,
+            f"MFU: none, the peak of {name!r} in {precision} is not known; give --log.peak_tflops",
+        )
+    return found[0] / 1e12, f"MFU: of {found[0] / 1e12:,.1f} TFLOP/s in {precision} ({found[1]})"
 
 
 def tell_header(
@@ -115,16 +134,26 @@ def describe_plan(
     """
     offloaded = OffloadedPlan(sharding.plan, offload_of(config.offload))
     footprint = replace(sharding.collectives.footprint, leaves=leaves or 0)
-    named: dict[str, Any] = {"memory": offloaded.memory(footprint)}
+    named: dict[str, Any] = {"memory": planned_memory(sharding, config, part, leaves)}
     if part is not None:
         cut = sharding.plan.numel != part.whole_numel
         of = f" of {part.whole_numel:,} on rank {sharding.topology.rank}" if cut else ""
-        named = {"memory": part.memory, "of": of, "sent": describe_sent(part)}
+        named |= {"of": of, "sent": describe_sent(part)}
     lines = [sharding.plan.describe(offloaded.footprint(footprint), **named)]
     store = sharding.away.store
     if store is not None:
         lines += [offloaded.describe(), f"  tier: {store.tier.describe()}"]
     return lines
+
+
+def planned_memory(
+    sharding: Sharding, config: RunConfig, part: PlannedRun | None, leaves: int | None
+) -> MemoryPlan:
+    """What the plan says that a rank holds; arguments as of ``describe_plan``."""
+    if part is not None:
+        return part.memory
+    footprint = replace(sharding.collectives.footprint, leaves=leaves or 0)
+    return OffloadedPlan(sharding.plan, offload_of(config.offload)).memory(footprint)
 
 
 def describe_sent(part: PlannedRun) -> str:

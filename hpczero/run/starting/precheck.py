@@ -15,6 +15,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from hpczero import trackers
 from hpczero.checkpoint.disk.lock import is_claimed
 from hpczero.data import Batches, Corpus, TokenFile
 from hpczero.data.prepare import names_token_file
@@ -183,6 +184,7 @@ def _check(config: RunConfig, model: GPTConfig | None, environment: Environment)
     ranks = data_ranks(config.parallel, size) * config.groups
     folder = RunFolder.of(config.run)
     folder.check()
+    trackers.asked(config.log, folder.path)
     attempts = Attempts(folder, environment)
     if attempts.finished(config.train.steps):
         return
