@@ -356,7 +356,7 @@ def main() -> int:
         cast("type[Ls | VerifyCheckpoint | Export | Import]", Command),
         sys.argv[1:],
         prog="python -m hpczero.checkpoint",
-        description="List, verify, export and import checkpoints. Alone without MPI; mpirun -n N: all ranks share the work.",
+        description="List, verify, export and import checkpoints. Alone without MPI; mpirun -n N: all ranks work.",
     )
     return command()
 

@@ -315,7 +315,7 @@ def _parameters(stored: Stored, form: WeightsForm, names: _Names) -> Iterator[Na
             groups = gpt2.grouped(row.name, shape, names.heads)
             if groups is not None:
                 pieces = partial(_turned, pieces, groups)
-        elif form.layout != "hpczero":
+        elif form.of_transformers:
             name = gpt2.their_name(row.name)
             if gpt2.is_transposed(row.name):
                 pieces = partial(_turned, pieces, shape)
