@@ -196,7 +196,9 @@ def test_a_pickle_that_runs_a_program_is_refused_by_name_and_runs_nothing(tmp_pa
         place, relative_path="poison.distcp", offset=0, length=len(data.getvalue())
     )
     (folder / ".metadata").write_bytes(pickle.dumps(told))
-    with pytest.raises(CheckpointError, match=r"poison.distcp: damaged at .*embed.weight.*Weights only load"):
+    with pytest.raises(
+        CheckpointError, match=r"poison.distcp: damaged at .*embed.weight.*Weights only load"
+    ):
         convert(folder, tmp_path / "run")
     assert not (tmp_path / "ran").exists()
 
