@@ -10,7 +10,7 @@ Two layouts of keys, which ``dcp.py`` shows: of a program that saves what ``get_
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -32,16 +32,16 @@ from typing_extensions import override
 from hpczero.checkpoint.disk.format import MASTER, STATE, Row
 from hpczero.checkpoint.disk.json_keys import unmarked
 from hpczero.checkpoint.disk.stored import ELEMENTS, Stored
-from hpczero.checkpoint.foreign import exporting
-from hpczero.checkpoint.foreign.exporting import TORCH_NAMES, Array
-from hpczero.checkpoint.foreign.safe_file import TensorEntry
 from hpczero.files.regular import Explained
 from hpczero.job.team import Team
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHUNK_NBYTES = 64 * 2**20  # of a tensor, in memory at a time; one row may be more
 
+Read = Callable[[str, int, int, str, str], Tensor]  # (dataset, begin, end, dtype, parameter)
 
-class _Writer(FileSystemWriter):
+
+class _DcpWriter(FileSystemWriter):
     """Without the name and number that each save of torch has: the same state is the same ``.metadata``."""
 
     @override
@@ -57,10 +57,20 @@ class DcpContent(DefaultSavePlanner):
         nbytes: of all tensors.
     """
 
-    def __init__(self, stored: Stored, layout: str, dtype: str) -> None:
-        """Reads buffers alone; ``dtype`` is that of the weights. Raises CorruptCheckpoint."""
+    def __init__(
+        self, stored: Stored, layout: str, dtype: str, buffers: Mapping[str, Tensor], read: Read
+    ) -> None:
+        """No values are read yet.
+
+        Args:
+            stored: the checkpoint.
+            layout: ``dcp`` or ``torchtitan``.
+            dtype: of the weights.
+            buffers: with their values, by name.
+            read: gives elements [begin, end) of a dataset, flat, in a dtype; the last text names the parameter.
+        """
         super().__init__()
-        self._stored = stored
+        self._read = read
         # Where a tensor without values has them: dataset, first element there, dtype, and parameter for messages.
         self._places: dict[int, tuple[str, int, str, str]] = {}
         manifest = stored.manifest
@@ -69,8 +79,7 @@ class DcpContent(DefaultSavePlanner):
         for row in table.rows:
             if row.tied_to is not None:
                 weights[row.name] = weights[table.rows[row.tied_to].name]
-        for name, entry in exporting.buffers_of(stored):
-            weights[name] = exporting.whole_tensor(entry)
+        weights |= buffers
         state: dict[str, Any] = {"model": weights}
         if optimizer:
             state["optim"] = self._optimizer([r for r in table.owners if not r.frozen], optimizer)
@@ -99,7 +108,7 @@ class DcpContent(DefaultSavePlanner):
         """
         files = self._files(min(-(-self.nbytes // team.size), most_nbytes))
         plans, metadata = create_default_global_save_plan(files)
-        writer = _Writer(folder)
+        writer = _DcpWriter(folder)
         plans = writer.prepare_global_plan(plans)
         mine: list[WriteResult] = []
 
@@ -137,18 +146,13 @@ class DcpContent(DefaultSavePlanner):
             return super().resolve_data(write_item)
         (dataset, begin, dtype, name), chunk = place, write_item.tensor_data.chunk
         begin += chunk.offsets[0] * prod(chunk.sizes[1:]) if chunk.sizes else 0
-
-        def pieces() -> Iterator[Array]:
-            step = exporting.CHUNK_NUMEL
-            for slab in self._stored.read(dataset, begin, begin + chunk.sizes.numel()):
-                for first in range(0, len(slab), step):
-                    yield exporting.cast(slab[first : first + step], dtype, name)
-
-        return exporting.whole_tensor(TensorEntry(TORCH_NAMES[dtype], tuple(chunk.sizes), pieces))
+        return self._read(dataset, begin, begin + chunk.sizes.numel(), dtype, name).view(
+            chunk.sizes
+        )
 
     def _rows(self, dataset: str, row: Row, dtype: str) -> Tensor:
         """A parameter's elements in ``dataset``, as a tensor without values."""
-        found = torch.empty(row.shape, dtype=getattr(torch, TORCH_NAMES[dtype]), device="meta")
+        found = torch.empty(row.shape, dtype=DTYPES[dtype], device="meta")
         self._places[id(found)] = dataset, row.offset, dtype, row.name
         return found
 

@@ -194,7 +194,9 @@ def _write(stored: Stored, out: Path, form: WeightsForm, team: Team) -> Exported
                 DcpContent,
             )  # not at the top: as torch
 
-            dcp = DcpContent(stored, form.layout, form.dtype)
+            buffers = {name: whole_tensor(entry) for name, entry in buffers_of(stored)}
+            read = partial(_flat, stored)
+            dcp = DcpContent(stored, form.layout, form.dtype, buffers, read)
     nbytes = dcp.nbytes if form.of_dcp else sum(entry.nbytes for entry in entries.values())
     text = f"{out}: cannot be written ({WHY}); check the path, space and permissions"
     told = Explained(CheckpointNotWritten, text)
@@ -338,9 +340,22 @@ def buffers_of(stored: Stored) -> Iterator[Named]:
 
 
 def _cast_row(stored: Stored, row: Row, dtype: str) -> Iterator[Array]:
-    for slab in stored.read(MASTER, row.offset, row.offset + row.numel):
+    return _cast_range(stored, MASTER, row.offset, row.offset + row.numel, dtype, row.name)
+
+
+def _cast_range(
+    stored: Stored, dataset: str, start: int, stop: int, dtype: str, name: str
+) -> Iterator[Array]:
+    for slab in stored.read(dataset, start, stop):
         for begin in range(0, len(slab), CHUNK_NUMEL):
-            yield cast(slab[begin : begin + CHUNK_NUMEL], dtype, row.name)
+            yield cast(slab[begin : begin + CHUNK_NUMEL], dtype, name)
+
+
+def _flat(
+    stored: Stored, dataset: str, start: int, stop: int, dtype: str, name: str
+) -> torch.Tensor:
+    pieces = partial(_cast_range, stored, dataset, start, stop, dtype, name)
+    return whole_tensor(TensorEntry(TORCH_NAMES[dtype], (stop - start,), pieces))
 
 
 def cast(values: Array, dtype: str, name: str) -> Array:

@@ -81,7 +81,13 @@ class UniversalFolder(Collected):
                     f"{self._folder / ZERO / name / WEIGHT}.pt: is not there; bring all files"
                 )
             if found:
-                found.setdefault(STEP, _held(torch.tensor(float(steps)), f"{models[0]}: steps"))
+                found.setdefault(
+                    STEP,
+                    _held(
+                        torch.tensor(float(steps), dtype=torch.float32, device="cpu"),
+                        f"{models[0]}: steps",
+                    ),
+                )
                 states[plain_name(name)] = found
             tensors[plain_name(name)] = weight
         for name in buffers:
@@ -106,7 +112,7 @@ class UniversalFolder(Collected):
                 )
             value = value[PARAM]
         if file.stem == STEP and isinstance(value, int | float):
-            value = torch.tensor(float(value))
+            value = torch.tensor(float(value), dtype=torch.float32, device="cpu")
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{file}: holds a {type(value).__name__}, expected a tensor")
         if flat and file.stem != STEP:
