@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
@@ -30,6 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign import dcp_writing
@@ -73,12 +74,12 @@ class Program:
 
     def save(self, folder: Path, layout: str, **more: Any) -> Path:
         state = {**self.state(layout), **more}
-        torch_checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+        torch_save(state, checkpoint_id=folder, no_dist=True)
         return folder
 
     def load(self, folder: Path, layout: str) -> None:
         state = self.state(layout)
-        torch_checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+        torch_load(state, checkpoint_id=folder, no_dist=True)
         optimizer = state.pop("optim" if layout == "dcp" else "optimizer")
         set_model_state_dict(self.model, state.get("model", state))
         options = LOOSE if layout == "dcp" else FLAT
@@ -220,7 +221,7 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
     (broken / "__0_0.distcp").write_bytes(data)
     refuses(r"__0_0.distcp: damaged at '", broken)
     numbered = {"model": program.model.state_dict(), "optim": program.optimizer.state_dict()}
-    torch_checkpoint.save(numbered, checkpoint_id=tmp_path / "numbers", no_dist=True)
+    torch_save(numbered, checkpoint_id=tmp_path / "numbers", no_dist=True)
     refuses("names a parameter by its number", tmp_path / "numbers")
     weights = convert(tmp_path / "numbers", tmp_path / "alone", optimizer=None)
     with Stored(weights) as held:
