@@ -1,14 +1,16 @@
 """The command for checkpoints: ``python -m hpczero.checkpoint ls|verify|export|import PATH``.
 
-One process starts no MPI. ``mpirun -n N`` before ``export``: all ranks read and write.
+One process starts no MPI. ``mpirun -n N`` before ``export`` and ``import``: all ranks read and write.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -26,7 +28,7 @@ from hpczero.checkpoint.foreign.exporting import Exported, WeightsForm, export
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint, run
 from hpczero.files.direct import read_at
 from hpczero.files.regular import is_there, opened, reason, shown
-from hpczero.job.team import Ranks
+from hpczero.job.team import Alone, Ranks, Team
 from hpczero.options.config import TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import parse_command_line
@@ -261,23 +263,16 @@ class Export:
 
     def __call__(self) -> int:
         """Write them, and print what was written. Under a launcher of several ranks all of them share the work."""
-        if (Environment.read().launched_ranks or 1) == 1:
-            return self._report(export(self.checkpoint, self.out, self.form))
-        # Not at the top: one process starts no MPI.
-        from hpczero.job.topology import Topology
-
-        topology = Topology.of_world()
-        found = export(self.checkpoint, self.out, self.form, team=Ranks(topology))
-        code = self._report(found) if topology.is_root else 0
-        topology.free()
-        return code
+        with _team() as team:
+            found = export(self.checkpoint, self.out, self.form, team=team)
+            return self._report(found) if team.rank == 0 else 0
 
     def _report(self, found: Exported) -> int:
         sys.stdout.write(
             f"{self.out}: {found.num_tensors:,} tensors, {found.nbytes:,} bytes, of step {found.step:,} in "
             f"{found.checkpoint}\n"
         )
-        if self.form.layout != "hpczero" and not (self.out / "tokenizer.json").exists():
+        if self.form.of_transformers and not (self.out / "tokenizer.json").exists():
             sys.stdout.write(
                 "the checkpoint knows no tokenizer of text: AutoTokenizer would make an empty one\n"
             )
@@ -286,16 +281,21 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """Make a checkpoint, without an optimizer, of weights that another program wrote.
+    """Make a checkpoint of what another program wrote. ``mpirun -n N`` before it: by N ranks.
+
+    Of weights it has no optimizer. Of a folder of torch.distributed.checkpoint (FSDP2, torchtitan), or of a universal
+    checkpoint of DeepSpeed, it has the state of the optimizer too.
 
     Attributes:
-        weights: safetensors file, file of torch.save, index of several, or a folder that holds one of these.
+        weights: safetensors file, file of torch.save, index of several, a folder that holds one of these, or one of
+            torch.distributed.checkpoint or DeepSpeed's ds_to_universal.
         out: folder of a run or folder of checkpoints that holds none yet, or in it step-... of the step.
         layout: names and shapes: those of the model, or Hugging Face's GPT-2 for hpczero.models.GPT; None: those of the
             model, and names of GPT-2 are refused.
-        step: optimizer steps done; 0 where the name of out says it.
+        step: optimizer steps done; 0 where the name of out or the state of the optimizer says it.
         tied: further names of tied parameters, each as FURTHER=NAME, where the weights do not tell.
         buffers: patterns of names of buffers, as '*.running_mean', where the weights do not tell.
+        optimizer: name of the class whose state it is; None: take the weights alone.
     """
 
     weights: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="WEIGHTS")]]
@@ -304,6 +304,7 @@ class Import:
     step: int = 0
     tied: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    optimizer: str | None = "AdamW"
 
     def __call__(self) -> int:
         """Make it, and print how to train from it."""
@@ -316,9 +317,29 @@ class Import:
         from hpczero.checkpoint.foreign.converting import convert
 
         named: dict[str, Any] = {"layout": self.layout, "step": self.step, "buffers": self.buffers}
-        path = convert(self.weights, self.out, tied=tied, **named)
-        sys.stdout.write(f"{path}: imported from {self.weights}\n{how_to_train(path)}\n")
+        named["optimizer"] = self.optimizer
+        with _team() as team:
+            path = convert(self.weights, self.out, tied=tied, team=team, **named)
+            if team.rank == 0:
+                said = f"{path}: imported from {self.weights}\n{how_to_train(path)}\n"
+                sys.stdout.write(said)
         return 0
+
+
+@contextmanager
+def _team() -> Iterator[Team]:
+    """The ranks of this launch; this process alone, without MPI, where it is the only one."""
+    if (Environment.read().launched_ranks or 1) == 1:
+        yield Alone()
+        return
+    # Not at the top: one process starts no MPI.
+    from hpczero.job.topology import Topology
+
+    topology = Topology.of_world()
+    if not topology.is_root:
+        logging.getLogger("hpczero.checkpoint").setLevel(logging.ERROR)  # rank 0 warns for all
+    yield Ranks(topology)
+    topology.free()
 
 
 Command = (
@@ -335,7 +356,7 @@ def main() -> int:
         cast("type[Ls | VerifyCheckpoint | Export | Import]", Command),
         sys.argv[1:],
         prog="python -m hpczero.checkpoint",
-        description="List, verify, export and import checkpoints, without MPI; under mpirun -n N all ranks export.",
+        description="List, verify, export and import checkpoints. Alone without MPI; mpirun -n N: all ranks work.",
     )
     return command()
 

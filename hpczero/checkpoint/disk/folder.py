@@ -480,13 +480,9 @@ def _names(folder: Path) -> str:
 
 
 def is_imported(manifest: on_disk.Manifest) -> bool:
-    """Whether a checkpoint was made of another program's weights.
-
-    It has no optimizer, and no training came before it.
-    """
+    """Whether a checkpoint was made of what another program wrote, so that no training of ours came before it."""
     provenance = manifest.meta.get("provenance")
-    told = isinstance(provenance, dict) and "imported" in provenance
-    return told and manifest.meta.get("optimizer") is None
+    return isinstance(provenance, dict) and "imported" in provenance
 
 
 def holds_imports_alone(path: Path) -> bool:

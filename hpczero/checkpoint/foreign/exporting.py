@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint, for other programs: safetensors files or one torch file.
+"""Weights out of a checkpoint, for other programs: safetensors files, one torch file, or a folder of DCP.
 
 One process does it, without MPI, or all ranks of a team: each reads and writes a range of the tensors.
 Parameters are exported from their fp32 masters, in the dtype that is asked for. Persistent buffers keep their dtype.
@@ -57,14 +57,16 @@ class WeightsForm:
             makes one file for ``torch.load``, with the whole model in memory.
         dtype: dtype of the parameters; buffers keep their own.
         layout: names and shapes of ``hpczero``; or those of Hugging Face's ``gpt2``, with a config.json; or
-            ``transformers``: of its GPT-2 where positions are learned, and of its GPT-NeoX where they are rotary.
+            ``transformers``: of its GPT-2 where positions are learned, and of its GPT-NeoX where they are rotary. With
+            the optimizer's state, as a folder of torch.distributed.checkpoint: ``dcp`` for programs of FSDP2 that save
+            {"model": ..., "optim": ...}, ``torchtitan`` for torchtitan.
         shard_mib: most MiB of one safetensors file; a larger tensor has a file of its own.
         heads: attention heads, for a layout of transformers where the checkpoint does not say.
     """
 
     format: Literal["safetensors", "torch"] = "safetensors"
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    layout: Literal["hpczero", "gpt2", "transformers"] = "hpczero"
+    layout: Literal["hpczero", "gpt2", "transformers", "dcp", "torchtitan"] = "hpczero"
     shard_mib: int = 5120
     heads: int | None = None
 
@@ -78,12 +80,22 @@ class WeightsForm:
             raise ConfigError(f"shard_mib: got {self.shard_mib}, expected at least 1")
         if self.layout != "hpczero" and self.format != "safetensors":
             raise ConfigError(
-                f"the layout {self.layout} is a folder of safetensors; leave --format out"
+                f"the layout {self.layout} is a folder of {'DCP' if self.of_dcp else 'safetensors'}; leave --format out"
             )
-        if self.layout == "hpczero" and self.heads is not None:
+        if not self.of_transformers and self.heads is not None:
             raise ConfigError(
                 "heads belong to a layout of transformers; leave --heads out, or give --layout transformers"
             )
+
+    @property
+    def of_transformers(self) -> bool:
+        """Whether names and shapes are of a model of transformers."""
+        return self.layout in ("gpt2", "transformers")
+
+    @property
+    def of_dcp(self) -> bool:
+        """Whether it is a folder of torch.distributed.checkpoint."""
+        return self.layout in ("dcp", "torchtitan")
 
 
 @dataclass(frozen=True)
@@ -177,7 +189,15 @@ def _write(stored: Stored, out: Path, form: WeightsForm, team: Team) -> Exported
     with team.agreed("name the weights"):
         names = _Names(stored, form)
         entries = dict([*_parameters(stored, form, names), *buffers_of(stored)])
-    nbytes = sum(entry.nbytes for entry in entries.values())
+        if form.of_dcp:
+            from hpczero.checkpoint.foreign.dcp_writing import (
+                DcpContent,
+            )  # not at the top: as torch
+
+            buffers = {name: whole_tensor(entry) for name, entry in buffers_of(stored)}
+            read = partial(_flat, stored)
+            dcp = DcpContent(stored, form.layout, form.dtype, buffers, read)
+    nbytes = dcp.nbytes if form.of_dcp else sum(entry.nbytes for entry in entries.values())
     text = f"{out}: cannot be written ({WHY}); check the path, space and permissions"
     told = Explained(CheckpointNotWritten, text)
     hidden = Hidden(out)
@@ -192,9 +212,12 @@ def _write(stored: Stored, out: Path, form: WeightsForm, team: Team) -> Exported
                     hidden.path.mkdir()
                     if names.config is not None:
                         names.write_config(hidden.path)
-        if form.format == "safetensors":
+        if form.format == "safetensors":  # a folder
             place = Path(team.all_gather_lists([str(hidden.path)])[0][0])
-            safefile.write_all(place, entries, names.metadata(), form.shard_mib * 2**20, team)
+            if form.of_dcp:
+                dcp.write_all(place, form.shard_mib * 2**20, told, team)
+            else:
+                safefile.write_all(place, entries, names.metadata(), form.shard_mib * 2**20, team)
         with team.agreed("name the weights"), told:
             if team.rank == 0:
                 hidden.commit()
@@ -204,7 +227,8 @@ def _write(stored: Stored, out: Path, form: WeightsForm, team: Team) -> Exported
             out,
             ", ".join(left_out),
         )
-    return Exported(stored.path, stored.manifest.step, len(entries), nbytes)
+    count = dcp.num_tensors if form.of_dcp else len(entries)
+    return Exported(stored.path, stored.manifest.step, count, nbytes)
 
 
 def _check_room(folder: Path, nbytes: int) -> None:
@@ -233,7 +257,7 @@ class _Names:
         self.config: dict[str, Any] | None = None
         self.rotary = form.layout == "transformers" and self._model.get("positions") == "rotary"
         self.heads = 0
-        if form.layout != "hpczero":
+        if form.of_transformers:
             shapes = {row.name: row.shape for row in rows}
             buffers = {name: tuple(shape) for name, _, shape in manifest.meta["buffers"]}
             try:
@@ -293,7 +317,7 @@ def _parameters(stored: Stored, form: WeightsForm, names: _Names) -> Iterator[Na
             groups = gpt2.grouped(row.name, shape, names.heads)
             if groups is not None:
                 pieces = partial(_turned, pieces, groups)
-        elif form.layout != "hpczero":
+        elif form.of_transformers:
             name = gpt2.their_name(row.name)
             if gpt2.is_transposed(row.name):
                 pieces = partial(_turned, pieces, shape)
@@ -316,9 +340,22 @@ def buffers_of(stored: Stored) -> Iterator[Named]:
 
 
 def _cast_row(stored: Stored, row: Row, dtype: str) -> Iterator[Array]:
-    for slab in stored.read(MASTER, row.offset, row.offset + row.numel):
+    return _cast_range(stored, MASTER, row.offset, row.offset + row.numel, dtype, row.name)
+
+
+def _cast_range(
+    stored: Stored, dataset: str, start: int, stop: int, dtype: str, name: str
+) -> Iterator[Array]:
+    for slab in stored.read(dataset, start, stop):
         for begin in range(0, len(slab), CHUNK_NUMEL):
-            yield cast(slab[begin : begin + CHUNK_NUMEL], dtype, row.name)
+            yield cast(slab[begin : begin + CHUNK_NUMEL], dtype, name)
+
+
+def _flat(
+    stored: Stored, dataset: str, start: int, stop: int, dtype: str, name: str
+) -> torch.Tensor:
+    pieces = partial(_cast_range, stored, dataset, start, stop, dtype, name)
+    return whole_tensor(TensorEntry(TORCH_NAMES[dtype], (stop - start,), pieces))
 
 
 def cast(values: Array, dtype: str, name: str) -> Array:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, serialization
 
 from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.format import plain_name
@@ -48,16 +48,30 @@ BLOCK_NBYTES = 2**22
 NO_CHECKSUM = 0
 
 
+class _Unknown:
+    """In the place of an object of a class that torch does not know."""
+
+    def __init__(self, *parts: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
 class TorchFile:
     """One file of a ``state_dict``, mapped into memory as long as this object lives.
 
     Attributes:
         tensors: tensors by name.
+        content: what the file holds.
         has_checksums: whether damage to its values can be seen.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, any_content: bool = False) -> None:
         """Open a file. Only the part that says where the values are is checked against its checksums here.
+
+        With ``any_content`` it need not hold tensors alone. Objects of classes that torch does not know are then
+        without content: their classes are not looked for.
 
         Raises:
             CheckpointError: it is damaged, not of torch.save, or holds other things than tensors of plain memory.
@@ -67,7 +81,7 @@ class TorchFile:
         self.has_checksums = True
         self._open()
         with (
-            _reading(
+            reading(
                 file,
                 "torch.load cannot read it with weights_only=True and mmap=True",
                 "write the state_dict anew with torch.save of a recent torch",
@@ -75,12 +89,17 @@ class TorchFile:
             warnings.catch_warnings(),
         ):  # of tensors in beta state, which are refused below
             warnings.simplefilter("ignore", UserWarning)
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            unknown = serialization.get_unsafe_globals_in_checkpoint(file) if any_content else []
+            with serialization.safe_globals([(_Unknown, name) for name in unknown]):
+                content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        self.content = content
+        self.tensors: dict[str, Tensor] = {}
+        if any_content:
+            return
         if not isinstance(content, Mapping):
             raise CheckpointError(
                 f"{file}: holds a {type(content).__name__}, expected a state_dict"
             )
-        self.tensors: dict[str, Tensor] = {}
         for key, value in content.items():
             if str(key) in self.tensors:
                 raise CheckpointError(
@@ -101,7 +120,7 @@ class TorchFile:
     def _open(self) -> None:
         what = "no file of torch.save, or damaged"
         remedy = "fetch it again, or write it anew with torch.save of a recent torch"
-        with _reading(self._file, what, remedy), zipfile.ZipFile(self._file) as archive:
+        with reading(self._file, what, remedy), zipfile.ZipFile(self._file) as archive:
             entries = archive.infolist()
         names = [entry.filename for entry in entries]
         if len(set(names)) < len(names) or any(entry.compress_type for entry in entries):
@@ -117,12 +136,12 @@ class TorchFile:
     def _read(self, names: list[str]) -> None:
         """Read to the end, where zipfile compares the checksum."""
         with (
-            _reading(self._file, "damaged", "fetch it again"),
+            reading(self._file, "damaged", "fetch it again"),
             zipfile.ZipFile(self._file) as archive,
         ):
             for name in names:
                 with (
-                    _reading(self._file, f"damaged at {name!r}", "fetch it again"),
+                    reading(self._file, f"damaged at {name!r}", "fetch it again"),
                     archive.open(name) as entry,
                 ):
                     while entry.read(BLOCK_NBYTES):
@@ -156,7 +175,7 @@ class TorchFile:
 
 
 @contextmanager
-def _reading(file: Path, what: str, remedy: str) -> Iterator[None]:
+def reading(file: Path, what: str, remedy: str) -> Iterator[None]:
     """Errors become CheckpointError: those of the machine, which another file would meet too, and all others."""
     try:
         yield
@@ -223,7 +242,7 @@ class RangeFile:
         weakref.finalize(self, os.close, self._file)
         self._nbytes = os.fstat(self._file).st_size
         wrong = "no safetensors file, or damaged or torn"
-        with _reading(path, wrong, "fetch it again"), safe_open(path, framework="np"):
+        with reading(path, wrong, "fetch it again"), safe_open(path, framework="np"):
             pass  # the library has checked header and length
         header = self._bytes(8, int.from_bytes(self._bytes(0, 8).tobytes(), "little"))
         self._begin = 8 + len(header)
@@ -679,7 +698,7 @@ def of_gpt2(weights: WeightFiles) -> dict[str, str]:
     return {gpt2.HEAD: gpt2.TABLE} if tied else {}
 
 
-def of_storage(weights: WeightFiles) -> dict[str, str]:
+def of_storage(weights: Mapping[str, HeldTensor]) -> dict[str, str]:
     """Names of tensors that share memory, each with the first of them."""
     first: dict[Any, str] = {}
     found = {}
@@ -689,12 +708,13 @@ def of_storage(weights: WeightFiles) -> dict[str, str]:
     return found
 
 
-def check(weights: WeightFiles, aliases: Mapping[str, str]) -> None:
+def check(weights: Mapping[str, HeldTensor], aliases: Mapping[str, str], path: Path) -> None:
     """Refuse to tie names with two values, because one value would be lost.
 
     Args:
         weights: where the values are; a further name need not be in them.
         aliases: further names of parameters, each with the name that is kept.
+        path: of the weights, for the message.
 
     Raises:
         CheckpointMismatch: the message names the two.
@@ -704,7 +724,7 @@ def check(weights: WeightFiles, aliases: Mapping[str, str]) -> None:
             shapes = [weights[one].shape for one in (alias, name)]
             what = "values" if shapes[0] == shapes[1] else f"shapes, {shapes[0]} and {shapes[1]}"
             raise CheckpointMismatch(
-                f"{weights.path}: cannot tie {alias} to {name}: they have different {what} in the file, expected the "
+                f"{path}: cannot tie {alias} to {name}: they have different {what} in the file, expected the "
                 "same; leave out that they are tied, or take one of them out of the file"
             )
 
