@@ -69,10 +69,10 @@ def draw_meanwhile(run: Run, drawn_s: float) -> float:
     return now_s
 
 
-def end_finished(run: Run, found: Found | None) -> int:
-    """Write the results of a run that has done all its steps. Returns 0. Collective.
+def end_finished(run: Run, found: Found | None, done: int) -> int:
+    """Write the results of a run that has done all its steps, or no more of them. Returns 0. Collective.
 
-    ``found`` is of the evaluation after the last step, if there was one.
+    ``found`` is of the evaluation after the last step, ``done``, if there was one.
     """
     sharding, config = hpczero.sharding(run.model), run.config
     log.debug(
@@ -80,11 +80,14 @@ def end_finished(run: Run, found: Found | None) -> int:
         process_peak_nbytes() / 2**20,
         sharding.collectives.stats.seconds,
     )
-    _write_weights(run)
+    _write_weights(run, done)
+    why = run.patience.why if done < config.train.steps else ""
+    if why:
+        log.info("stopped early after step %d of %d: %s", done, config.train.steps, why)
     with run.given.topology.agreed("write the results"):
         if run.given.topology.is_root:
             draw_meanwhile(run, -math.inf)
-            run.attempts.end(config.train.steps, 0)
+            run.attempts.end(done, 0, why)
     run.checkpoints.forget_copies()
     if found is not None:
         log.info("held-out loss: %s", run.reading.loss_in_words(found.loss))
@@ -101,16 +104,15 @@ def end_finished(run: Run, found: Found | None) -> int:
     return 0
 
 
-def _write_weights(run: Run) -> None:
-    """Write the final weights: each rank its own tensors, and none holds more than one unit. Collective."""
+def _write_weights(run: Run, step: int) -> None:
+    """Write the final weights, of ``step``: each rank its own tensors, and none more than one unit. Collective."""
 
     def begin(tensors: dict[str, Any], team: Team) -> WeightsWriter:
         if team.rank == 0:
             run.lock.lock.check()
         tokenizer = run.reading.identity().get(resume.TOKENIZER)
-        steps = run.config.train.steps
         return begin_weights(
-            run.folder.weights, tensors, card=run.card, tokenizer=tokenizer, step=steps, team=team
+            run.folder.weights, tensors, card=run.card, tokenizer=tokenizer, step=step, team=team
         )
 
     stream(run.model, begin, before_commit=run.lock.lock.check)
@@ -177,10 +179,11 @@ def take_steps(run: Run) -> int:
     stragglers = Stragglers(given.topology, every=config.log.stragglers_every)
     expectation = Expectation(run.foretold)
     stopped, found, drawn_s = False, None, time.monotonic()
+    done, last = run.start, run.start if run.patience.is_over else config.train.steps
     with run.records or nullcontext(), checkpoints, run.local or nullcontext():
         if run.local is not None and run.local.owes:
             log.info("%s", run.local.after_step(run.start))
-        for number in range(run.start, config.train.steps):
+        for number in range(run.start, last):
             given.accelerator.reset_peak()
             taken, done = run.step.take(number), number + 1
             stragglers.note(taken.own_s)
@@ -198,11 +201,16 @@ def take_steps(run: Run) -> int:
             if passes.leaves is not None and passes.leaves.gradients:
                 write_digests(run.folder, run.model, passes.leaves, step=done, taken=taken)
             found = run.evaluation.after(done)
+            if found is not None:
+                run.patience.note(found.loss)
+            early = run.patience.is_over and done < config.train.steps
             for line in stragglers.report(done):
                 log.info("%s", line)
             wish = stops.wish(step_s=taken.watch.elapsed_s(), save_s=checkpoints.save_s)
             if run.local is not None:
                 wish = max(wish, run.local.heard)
+            if early:  # the run ends with its results, whatever else is asked for
+                wish = Wish.SAVE
 
             measured = None
             if run.records is not None:
@@ -211,12 +219,13 @@ def take_steps(run: Run) -> int:
                 run.records.note(measured, durable=durable)
             with taken.watch.phase("checkpoint"):
                 samples = done * run.batch.global_batch
-                checkpoints.after_step(done, {**run.identity, "samples": samples}, wish)
+                position = {**run.identity, "samples": samples, **run.patience.state}
+                checkpoints.after_step(done, position, wish, final=early)
             if run.records is not None and measured is not None:
                 run.records.write(after_save(run, taken, measured))
                 drawn_s = draw_meanwhile(run, drawn_s)
 
             stopped = wish is Wish.STOP and done < config.train.steps
-            if stopped:
+            if stopped or early:
                 break
-    return end_stopped(run, done) if stopped else end_finished(run, found)
+    return end_stopped(run, done) if stopped else end_finished(run, found, done)

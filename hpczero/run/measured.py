@@ -156,6 +156,7 @@ def metrics_of(run: Run, taken: Taken, done: int, found: Found | None) -> StepMe
         communication_ms=taken.communication_ms,
         checkpoint_ms=0.0,
         held_out_metric=None if found is None else found.metric,
+        held_out_since=run.patience.since if found and run.config.evaluation.patience else None,
         **tier_fields(taken),
         **peaks(run, taken.exposed_s),
     )

@@ -47,7 +47,7 @@ from hpczero.run.starting.header import flops_per_unit, tell_header
 from hpczero.run.starting.reading import RunData, open_reading
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
-from hpczero.run.stopping import Deadline
+from hpczero.run.stopping import Deadline, Patience
 from hpczero.zero.exact import computed_on
 
 
@@ -89,6 +89,7 @@ class Run:
         balance: who has how many samples of a micro-batch; None: all have equally many.
         local: averages with other groups; None: there are none. Not entered yet.
         evaluation: measures the loss over held-out text.
+        patience: whether that loss still falls.
         checkpoints: when the run saves; not entered yet.
         identity: what checkpoints state of the run.
         start: steps done already.
@@ -113,6 +114,7 @@ class Run:
     balance: Balance | None
     local: LocalSteps | None
     evaluation: Evaluation
+    patience: Patience
     checkpoints: RunCheckpoints
     identity: dict[str, Any]
     start: int
@@ -252,6 +254,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             steps=config.train.steps,
             adapter=adapter,
         ),
+        patience=Patience(config.evaluation.patience, topology, begin.extra),
         checkpoints=checkpoints,
         identity=identity,
         start=begin.step,

@@ -66,6 +66,8 @@ class StepMetrics:
             blocks; None where they rest on the device.
         held_out_metric: the metric of the model's adapter over the held-out samples, such as an accuracy; None where it
             was not measured.
+        held_out_since: evaluations in a row that have not found a lower held-out loss; None without
+            ``evaluation.patience``, which ends the run at so many.
     """
 
     step: int
@@ -100,6 +102,7 @@ class StepMetrics:
     activations_written_nbytes: int | None = None
     activations_waited_ms: float | None = None
     held_out_metric: float | None = None
+    held_out_since: int | None = None
 
     def to_json(self) -> str:
         """One line of JSON. NaN and infinity, which JSON does not have, become null.

@@ -82,13 +82,13 @@ class Attempts:
         self._write("start", committed=committed, ranks=ranks, host=host, **copied)
 
     def finished(self, steps: int) -> bool:
-        """Whether an earlier start of the series has done these ``steps``, so that nothing is left to do.
+        """Whether an earlier start of the series has done these ``steps``, or ended early: nothing is left to do.
 
         A start that was killed between its results and its line "end" has finished, too: a start that begins removes
         earlier results.
         """
         ends = [event for event in self._earlier if event["event"] == "end"]
-        if ends and ends[-1]["code"] == 0 and ends[-1]["step"] == steps:
+        if ends and ends[-1]["code"] == 0 and (ends[-1]["step"] == steps or "why" in ends[-1]):
             return True
         begun = any(event["event"] == "begin" for event in self._earlier)
         if not (begun and self._folder.weights.exists() and self._folder.config.exists()):
@@ -151,9 +151,9 @@ class Attempts:
         """Record that the run folder is ready, with ``step`` steps done; whether it has them from copies in memory."""
         self._write("begin", step=step, **({"in_memory": True} if in_memory else {}))
 
-    def end(self, step: int, code: int) -> None:
-        """Record how the run ended, if it came to a regular end."""
-        self._write("end", step=step, code=code)
+    def end(self, step: int, code: int, why: str = "") -> None:
+        """Record how the run ended, if it came to a regular end; ``why``, if it ended early with its results."""
+        self._write("end", step=step, code=code, **({"why": why} if why else {}))
 
     def _starts(self) -> list[list[dict[str, Any]]]:
         """What every earlier start of the series has written, its start first."""
