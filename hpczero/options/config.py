@@ -532,18 +532,33 @@ class EvaluationOptions:
         every: steps between evaluations; 0: only after the last step.
         batches: global batches per evaluation; 0: never evaluate.
         patience: end the run when so many evaluations in a row have not found a lower loss; 0: never.
+        lm_eval: tasks of lm-evaluation-harness, with commas, of a model of text; None: none.
+        lm_eval_path: folder with the YAML files of these tasks; None: those that come with lm_eval.
+        lm_eval_every: steps between runs of these tasks; 0: only after the last step.
     """
 
     every: int = 50
     batches: int = 8
     patience: int = 0
+    lm_eval: str | None = None
+    lm_eval_path: str | None = None
+    lm_eval_every: int = 0
 
     def __post_init__(self) -> None:
-        require_amount("evaluation", self, "every", "batches", "patience")
+        require_amount("evaluation", self, "every", "batches", "patience", "lm_eval_every")
+        require_path("evaluation.lm_eval_path", self.lm_eval_path)
+        require(
+            self.lm_eval is None or all(self.tasks), "evaluation.lm_eval", self.lm_eval, "names"
+        )
         for name in ("every", "batches"):
             got = getattr(self, name)
             wanted = "above 0 with evaluation.patience, which needs held-out losses"
             require(got > 0 or not self.patience, f"evaluation.{name}", got, wanted)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Of lm-evaluation-harness."""
+        return [] if self.lm_eval is None else [name.strip() for name in self.lm_eval.split(",")]
 
 
 @dataclass(frozen=True)
@@ -690,6 +705,12 @@ class RunConfig:
                 "parallel.stage and train.micro_batch as python -m hpczero.plan chooses them for one group"
             )
 
+        for degree in ("pipeline", "context"):
+            if self.evaluation.tasks and (got := getattr(self.parallel, degree)) > 1:
+                raise ConfigError(
+                    f"evaluation.lm_eval: got {self.evaluation.lm_eval} with parallel.{degree} {got}, under which no "
+                    f"rank has the logits of a text; expected no tasks, or parallel.{degree} 1"
+                )
         exact_alone = {"log.digest_every": self.log.digest_every, "check.leaves": self.check.leaves}
         for name, got in exact_alone.items():
             if got and self.run.exact == "off":

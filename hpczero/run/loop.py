@@ -26,7 +26,7 @@ from hpczero.job.team import Team
 from hpczero.options.config import RunConfig
 from hpczero.parallel.tensor import close
 from hpczero.plan.degrees import mesh_on_nodes
-from hpczero.run.evaluation import Found
+from hpczero.run.evaluation import Found, is_due
 from hpczero.run.measured import Expectation, Stragglers, after_save, metrics_of
 from hpczero.run.replay import write_digests
 from hpczero.run.results.folder import RunFolder
@@ -36,6 +36,7 @@ from hpczero.run.results.weights import begin_weights
 from hpczero.run.setup import Given, Run, set_up
 from hpczero.run.starting import resume
 from hpczero.run.starting.building import check_kind, check_same_options, made_by_factory
+from hpczero.run.starting.reading import TextReading
 from hpczero.run.starting.room_check import RoomCheck
 from hpczero.run.stopping import Stops, Wish
 
@@ -102,6 +103,28 @@ def end_finished(run: Run, found: Found | None, done: int) -> int:
         )
     _give_back(run)
     return 0
+
+
+def measure_tasks(run: Run, done: int, last: int) -> dict[str, float] | None:
+    """Metrics of ``evaluation.lm_eval``, if it is due after ``done`` of ``last`` steps. Collective over world."""
+    options, reading = run.config.evaluation, run.reading
+    if not isinstance(reading, TextReading) or not options.tasks:
+        return None
+    if not is_due(done, options.lm_eval_every, last):
+        return None
+    from hpczero.hf.harness import evaluate
+
+    found = evaluate(
+        run.model,
+        reading.tokens.tokenizer,
+        options.tasks,
+        context=run.adapter.context,
+        folder=options.lm_eval_path,
+        micro_batch=run.batch.micro_batch,
+    )
+    for name, value in found.items():
+        log.info("step %d: %s %.4f", done, name, value)
+    return found
 
 
 def _write_weights(run: Run, step: int) -> None:
@@ -204,6 +227,7 @@ def take_steps(run: Run) -> int:
             if found is not None:
                 run.patience.note(found.loss)
             early = run.patience.is_over and done < config.train.steps
+            tasks = measure_tasks(run, done, done if early else config.train.steps)
             for line in stragglers.report(done):
                 log.info("%s", line)
             wish = stops.wish(step_s=taken.watch.elapsed_s(), save_s=checkpoints.save_s)
@@ -214,7 +238,7 @@ def take_steps(run: Run) -> int:
 
             measured = None
             if run.records is not None:
-                measured = metrics_of(run, taken, done, found)
+                measured = metrics_of(run, taken, done, found, tasks)
                 durable = checkpoints.is_due(done, wish) or checkpoints.is_copied(done, wish)
                 run.records.note(measured, durable=durable)
             with taken.watch.phase("checkpoint"):

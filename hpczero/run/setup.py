@@ -44,7 +44,7 @@ from hpczero.run.starting.building import (
 )
 from hpczero.run.starting.choosing import Chosen, choose_settings, earlier_settings, taken_over
 from hpczero.run.starting.header import flops_per_unit, tell_header
-from hpczero.run.starting.reading import RunData, open_reading
+from hpczero.run.starting.reading import RunData, TextReading, open_reading
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
 from hpczero.run.stopping import Deadline, Patience
@@ -162,6 +162,13 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             host = accelerator.is_host
             planned = run_of(config, adapter.transformer, batch, topology, is_host=host)
         room.check(planned)
+    if config.evaluation.tasks:
+        with topology.agreed("look for the tasks of lm_eval"):
+            if topology.is_root and isinstance(reading, TextReading):
+                from hpczero.hf.harness import check_tasks
+
+                tokenizer, asked = reading.tokens.tokenizer, config.evaluation
+                check_tasks(tokenizer, asked.tasks, asked.lm_eval_path)
     with topology.agreed("lay out the samples"):
         batches = reading.training(config, adapter.context, batch.global_batch)
         held_out = None

@@ -220,7 +220,10 @@ class Records:
     def _write(self, metrics: StepMetrics) -> None:
         self._file.write(metrics)
         if self._tensorboard is not None:
-            for name, value in dataclasses.asdict(metrics).items():
+            values = dataclasses.asdict(metrics)
+            tasks = values.pop("lm_eval") or {}
+            values |= {f"lm_eval/{name}": value for name, value in tasks.items()}
+            for name, value in values.items():
                 if value is not None and name != "step":
                     self._tensorboard.add_scalar(tag(name), value, metrics.step)
         self._progress.show(metrics)
@@ -228,6 +231,8 @@ class Records:
 
 def tag(name: str) -> str:
     """Of a field of the metrics in TensorBoard, which draws what is before the slash as one group."""
+    if name.startswith("lm_eval/"):
+        return name
     if name.startswith(("tier_", "activations_")):
         return f"offload/{name}"
     group = next((group for end, group in GROUPS if name.endswith(end)), "progress")
