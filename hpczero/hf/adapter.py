@@ -75,7 +75,7 @@ class CausalLMAdapter(Adapter):
         config = self.config
         experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
         met = getattr(config, "num_experts_per_tok", None)
-        found = 12.0 * config.num_hidden_layers * config.hidden_size * self.length
+        found: float = 12.0 * config.num_hidden_layers * config.hidden_size * self.length
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2 and id(parameter) not in lookups:
                 share = met / experts if ".experts." in name and experts and met else 1.0

@@ -109,7 +109,8 @@ def _library(name: str) -> Any:
 
 def harness_model(scorer: SharedScorer, tokenizer: TextTokenizer) -> Any:
     """An ``lm_eval.api.model.TemplateLM`` over ``scorer``, for world rank 0. Not collective; its calls are."""
-    base, utils = _library("lm_eval.api.model").TemplateLM, _library("lm_eval.utils")
+    base: Any = _library("lm_eval.api.model").TemplateLM
+    utils = _library("lm_eval.utils")
 
     class ShardedLM(base):  # type: ignore[misc]
         """A model in shards as lm_eval sees it."""
@@ -119,7 +120,8 @@ def harness_model(scorer: SharedScorer, tokenizer: TextTokenizer) -> Any:
             return tokenizer.separator
 
         def tok_encode(self, string: str, *ignored: Any, **named: Any) -> list[int]:
-            return np.asarray(tokenizer.encode(string.encode())).tolist()
+            ids: list[int] = np.asarray(tokenizer.encode(string.encode())).tolist()
+            return ids
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
             return super().loglikelihood(requests, disable_tqdm=True)

@@ -81,7 +81,7 @@ def plain(
     matrices, others = (
         [p for p in trained if (p.dim() >= 2) is is_one] for is_one in (True, False)
     )
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     found = []
     (path,) = folder.glob("*.h5")

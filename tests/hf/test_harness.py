@@ -63,9 +63,9 @@ def test_scores_are_those_of_plain_torch_row_by_row(
     comm: MPI.Intracomm, topology: Topology
 ) -> None:
     draw = torch.Generator().manual_seed(0)
-    rows = []
-    for length, targets in ((9, 3), (1, 1), (4, 4), (7, 0), (2, 1), (11, 5), (5, 2)):
-        ids = torch.randint(50, (length + targets,), generator=draw).tolist()
+    rows: list[tuple[list[int], list[int]]] = []
+    for length, number in ((9, 3), (1, 1), (4, 4), (7, 0), (2, 1), (11, 5), (5, 2)):
+        ids: list[int] = torch.randint(50, (length + number,), generator=draw).tolist()
         rows.append((ids[:length], ids[length:]))
     plain, expected = tiny_gpt().eval(), []
     for seen, targets in rows:
@@ -213,7 +213,7 @@ def test_tasks_of_a_folder_give_the_same_metrics_as_the_harness_and_a_wrong_one_
 
     on_root(comm, make)
     with loaded(topology, "llama", folder) as model:
-        named = {"context": CONTEXT, "folder": folder}
+        named: dict[str, Any] = {"context": CONTEXT, "folder": folder}
         found = evaluate(model, ByteTokenizer(), [*TASKS], micro_batch=2, **named)
         raises_on_all(
             comm, ConfigError, "absent", evaluate, model, ByteTokenizer(), ["absent"], **named
