@@ -547,9 +547,8 @@ class EvaluationOptions:
     def __post_init__(self) -> None:
         require_amount("evaluation", self, "every", "batches", "patience", "lm_eval_every")
         require_path("evaluation.lm_eval_path", self.lm_eval_path)
-        require(
-            self.lm_eval is None or all(self.tasks), "evaluation.lm_eval", self.lm_eval, "names"
-        )
+        known = self.lm_eval is None or (self.lm_eval.isascii() and all(self.tasks))
+        require(known, "evaluation.lm_eval", self.lm_eval, "names of tasks")
         for name in ("every", "batches"):
             got = getattr(self, name)
             wanted = "above 0 with evaluation.patience, which needs held-out losses"

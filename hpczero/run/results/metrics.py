@@ -138,8 +138,14 @@ class StepMetrics:
                 raise ValueError("not what was written")
             del values["crc32"]
         tasks = values.pop("lm_eval", None)
-        if not isinstance(tasks, dict | type(None)):
-            raise ValueError("lm_eval is no such mapping")
+        if tasks is not None:
+            if not isinstance(tasks, dict) or {*map(type, tasks.values())} - {
+                int,
+                float,
+                type(None),
+            }:
+                raise ValueError("lm_eval is no such mapping")
+            tasks = {name: math.nan if each is None else each for name, each in tasks.items()}
         for name, value in values.items():
             optional = name == "mfu" or name.startswith(OPTIONAL)
             if value is None and not optional:
