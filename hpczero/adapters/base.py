@@ -17,13 +17,14 @@ from hpczero.errors import ConfigError, PlanError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from hpczero.job.topology import Topology
     from hpczero.models.config import GPTConfig
     from hpczero.parallel.pipeline.stages import Stages
     from hpczero.parallel.tensor.functions import Rule
 
 
 class Adapter:
-    """A model as the training command sees it (issue 17, seam S9). Nothing here is collective.
+    """A model as the training command sees it (issue 17, seam S9). Nothing here is collective but ``pretrained``.
 
     A subclass has at least ``build``, and ``samples`` where it does not read text.
 
@@ -82,6 +83,15 @@ class Adapter:
         Torch's generator has the seed of the run, the same on every rank.
         """
         raise NotImplementedError(f"{type(self).__name__}: build() returns the torch module")
+
+    def pretrained(
+        self, topology: Topology, seed: int
+    ) -> tuple[nn.Module, Callable[[str, Tensor], None]] | None:
+        """The model as of ``build`` and what ``zeroify`` fills it with, where its weights stand in files; else None.
+
+        Collective over the topology's world, unlike all else here. ``seed``: of what no file has.
+        """
+        return None
 
     def samples(self) -> tuple[Any, Any]:
         """Samples to train on, and those held out; the same on every rank.

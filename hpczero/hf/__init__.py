@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hpczero.lazy import lazy
 
 if TYPE_CHECKING:
+    from hpczero.hf.harness import evaluate as evaluate
     from hpczero.hf.hub import Hub as Hub
     from hpczero.hf.loading import load as load
     from hpczero.hf.saving import export as export

@@ -118,7 +118,7 @@ def _load(
         there = {owner for owner in matched.owners.values() if matched.has(owner)}
         building.check_buffers(model, filled=there)
         # A copy: the program may change the model before its values are drawn.
-        draw = partial(_drawn, copy.deepcopy(model), seed) if matched.missing else None
+        draw = partial(drawn, copy.deepcopy(model), seed) if matched.missing else None
         weights = FolderWeights(folder, matched, model, draw)
     _compare_ranks(path, folder, model, seed, topology)
     with topology.agreed("check the weights against their digests"):
@@ -192,7 +192,7 @@ def _tell(path: Path, model: Any, matched: Matched) -> None:
         )
 
 
-def _drawn(model: nn.Module, seed: int, name: str) -> Tensor:
+def drawn(model: nn.Module, seed: int, name: str) -> Tensor:
     """First value of one parameter: whole, fp32 on the CPU.
 
     Args:

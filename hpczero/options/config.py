@@ -409,6 +409,7 @@ class DataOptions:
         require_path("data.cache", self.cache)
 
 
+RateSchedule = Literal["cosine", "linear", "wsd", "constant"]
 MOST_SHARE = 2  # with train.balance: times its even share that a rank takes at most, as its activations grow with it
 
 
@@ -424,8 +425,11 @@ class TrainOptions:
             sums it is a part.
         accumulation: forwards per step; None: 1, or what the other two make.
         learning_rate: peak.
-        min_learning_rate: at the end of the cosine; None: a tenth of the peak.
+        min_learning_rate: at the end of the schedule; None: a tenth of the peak.
         warmup: steps of linear rise to the peak.
+        schedule: of the learning rate after the warm-up: cosine and linear fall until the last step, wsd stays at the
+            peak and falls linearly in the last steps, constant stays at the peak.
+        decay_steps: of wsd, how many steps fall, at most those after the warm-up; None: a tenth of all steps.
         weight_decay: of AdamW, on weight matrices only.
         betas: of AdamW.
         clip: largest 2-norm of the gradient; 0: no clipping.
@@ -440,13 +444,15 @@ class TrainOptions:
     learning_rate: float = 1e-3
     min_learning_rate: float | None = None
     warmup: int = 20
+    schedule: RateSchedule = "cosine"
+    decay_steps: int | None = None
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     balance: bool = False
 
     def __post_init__(self) -> None:
-        require_positive("train", self, "steps", most=MOST_STEPS)
+        require_positive("train", self, "steps", "decay_steps", most=MOST_STEPS)
         batch = ("global_batch", "micro_batch", "accumulation")
         require_positive("train", self, *batch, most=MOST_SAMPLES)
         require_amount("train", self, "learning_rate", "warmup", "weight_decay", "clip")
@@ -459,21 +465,32 @@ class TrainOptions:
             low,
             f"between 0 and train.learning_rate, which is {self.learning_rate}",
         )
+        others = "nothing with this train.schedule, which has no use for it"
+        require(low is None or self.schedule != "constant", "train.min_learning_rate", low, others)
+        decay = self.decay_steps
+        require(decay is None or self.schedule == "wsd", "train.decay_steps", decay, others)
         require(
             all(0 <= beta < 1 for beta in self.betas), "train.betas", self.betas, "0 <= beta < 1"
         )
 
     def learning_rate_factor(self, step: int) -> float:
-        """Learning rate of update ``step`` (from 0) as a share of the peak: linear warm-up, then half a cosine.
+        """Learning rate of update ``step`` (from 0) as a share of the peak: linear warm-up, then the schedule.
 
-        Source: Loshchilov and Hutter, SGDR, arXiv 1608.03983, eq. 5, without restarts.
+        Source: of the cosine, Loshchilov and Hutter, SGDR, arXiv 1608.03983, eq. 5, without restarts; of wsd, Hu et
+        al., MiniCPM, arXiv 2404.06395, sec. 4, with the linear fall of Haegele et al., arXiv 2405.18392, sec. 3.
         """
         if step < self.warmup:
             return (step + 1) / self.warmup
-        low = self.min_learning_rate
+        if self.schedule == "constant":
+            return 1.0
+        low, last, begin = self.min_learning_rate, self.steps - 1, self.warmup
         floor = 0.1 if low is None else low / self.learning_rate
-        progress = (step - self.warmup) / max(1, self.steps - 1 - self.warmup)
-        return floor + (1 - floor) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+        if self.schedule == "wsd":
+            begin = max(begin, last - (self.decay_steps or -(-self.steps // 10)))
+        progress = min(max(step - begin, 0) / max(1, last - begin), 1.0)
+        if self.schedule == "cosine":
+            return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+        return 1 - (1 - floor) * progress
 
 
 @dataclass(frozen=True)
@@ -514,13 +531,33 @@ class EvaluationOptions:
     Attributes:
         every: steps between evaluations; 0: only after the last step.
         batches: global batches per evaluation; 0: never evaluate.
+        patience: end the run when so many evaluations in a row have not found a lower loss; 0: never.
+        lm_eval: tasks of lm-evaluation-harness, with commas, of a model of text; None: none.
+        lm_eval_path: folder with the YAML files of these tasks; None: those that come with lm_eval.
+        lm_eval_every: steps between runs of these tasks; 0: only after the last step.
     """
 
     every: int = 50
     batches: int = 8
+    patience: int = 0
+    lm_eval: str | None = None
+    lm_eval_path: str | None = None
+    lm_eval_every: int = 0
 
     def __post_init__(self) -> None:
-        require_amount("evaluation", self, "every", "batches")
+        require_amount("evaluation", self, "every", "batches", "patience", "lm_eval_every")
+        require_path("evaluation.lm_eval_path", self.lm_eval_path)
+        known = self.lm_eval is None or (self.lm_eval.isascii() and all(self.tasks))
+        require(known, "evaluation.lm_eval", self.lm_eval, "names of tasks")
+        for name in ("every", "batches"):
+            got = getattr(self, name)
+            wanted = "above 0 with evaluation.patience, which needs held-out losses"
+            require(got > 0 or not self.patience, f"evaluation.{name}", got, wanted)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Of lm-evaluation-harness."""
+        return [] if self.lm_eval is None else [name.strip() for name in self.lm_eval.split(",")]
 
 
 @dataclass(frozen=True)
@@ -694,6 +731,12 @@ class RunConfig:
                 "parallel.stage and train.micro_batch as python -m hpczero.plan chooses them for one group"
             )
 
+        for degree in ("pipeline", "context"):
+            if self.evaluation.tasks and (got := getattr(self.parallel, degree)) > 1:
+                raise ConfigError(
+                    f"evaluation.lm_eval: got {self.evaluation.lm_eval} with parallel.{degree} {got}, under which no "
+                    f"rank has the logits of a text; expected no tasks, or parallel.{degree} 1"
+                )
         exact_alone = {"log.digest_every": self.log.digest_every, "check.leaves": self.check.leaves}
         for name, got in exact_alone.items():
             if got and self.run.exact == "off":
@@ -705,6 +748,11 @@ class RunConfig:
             raise ConfigError(
                 f"check.leaves: got {self.check.leaves} with parallel.pipeline {self.parallel.pipeline}, whose stages "
                 "compute micro-batches in a fixed order; expected none, or parallel.pipeline 1"
+            )
+        if self.groups > 1 and self.evaluation.patience:
+            raise ConfigError(
+                f"evaluation.patience: got {self.evaluation.patience} with local.steps, whose groups find held-out "
+                "losses of their own between averages, and would not stop together; expected 0, or no local.steps"
             )
         if self.groups > 1 and self.checkpoint.buddy:
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Start:
         resumed: whether a checkpoint was loaded.
         own: whether that checkpoint was this run's. Its metrics are then this run's too.
         in_memory: whether it was the copies in memory of the nodes.
+        extra: what the checkpoint states beside the model.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Start:
     resumed: bool = True
     own: bool = True
     in_memory: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RunCheckpoints:
@@ -152,7 +154,7 @@ class RunCheckpoints:
             self._checkpoints.set_others_aside(moved=results, copied=records, even_alone=newer)
             # Given to the command again, the options of this run are to go on with it, not back again.
             config = replace(self._config, resume=ResumeOptions())
-            return Start(found.step, config, in_memory=in_memory is not None)
+            return Start(found.step, config, in_memory=in_memory is not None, extra=found.extra)
         config = replace(self._config, resume=ResumeOptions(from_=source))
         # A start of it that came to its end has results, which are kept as those of any other run.
         unfinished = topology.is_root and not folder.weights.exists()
@@ -164,7 +166,7 @@ class RunCheckpoints:
             # First: with nothing of its own, the next start must know where this one has begun.
             before=lambda: folder.write_config(config),
         )
-        return Start(found.step, config, own=False)
+        return Start(found.step, config, own=False, extra=found.extra)
 
     def _load_copies(self, source: str) -> Loaded | None:
         """Load the copies in memory, unless there are none, or the disk has a later step. Collective over world.
@@ -219,17 +221,19 @@ class RunCheckpoints:
         every, last = self._config.checkpoint.every, done == self._config.train.steps
         return wish is not Wish.NOTHING or (every > 0 and (last or done % every == 0))
 
-    def after_step(self, done: int, position: Mapping[str, Any], wish: Wish) -> None:
+    def after_step(
+        self, done: int, position: Mapping[str, Any], wish: Wish, *, final: bool = False
+    ) -> None:
         """Save if it is due or wished for. Logs a save in the background that has ended. Collective over world.
 
-        ``position`` is what ``begin`` will need, and the place in the data.
+        ``position`` is what ``begin`` will need, and the place in the data. ``final``: no step follows.
 
         Raises:
             CheckpointNotWritten: a save failed that is required, or after which the run stops.
         """
         if self.is_copied(done, wish):
             self._copy(done, position)
-        last, due = done == self._config.train.steps, self.is_due(done, wish)
+        last, due = final or done == self._config.train.steps, self.is_due(done, wish)
         # Here and not in ``save`` or at the end: an earlier one that fails there would take this one, or the results
         # of the run, with it; and what it has made is told under its own step.
         hear = self._checkpoints.wait if due or last else self._checkpoints.check

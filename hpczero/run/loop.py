@@ -26,7 +26,7 @@ from hpczero.job.team import Team
 from hpczero.options.config import RunConfig
 from hpczero.parallel.tensor import close
 from hpczero.plan.degrees import mesh_on_nodes
-from hpczero.run.evaluation import Found
+from hpczero.run.evaluation import Found, is_due
 from hpczero.run.measured import Expectation, Stragglers, after_save, metrics_of
 from hpczero.run.page import PageWriter
 from hpczero.run.profile import Profile
@@ -39,6 +39,7 @@ from hpczero.run.setup import Given, Run, set_up
 from hpczero.run.starting import resume
 from hpczero.run.starting.attempts import SLOW
 from hpczero.run.starting.building import check_kind, check_same_options, made_by_factory
+from hpczero.run.starting.reading import TextReading
 from hpczero.run.starting.room_check import RoomCheck
 from hpczero.run.stopping import Stops, Wish
 
@@ -72,10 +73,10 @@ def draw_meanwhile(run: Run, drawn_s: float) -> float:
     return now_s
 
 
-def end_finished(run: Run, found: Found | None) -> int:
-    """Write the results of a run that has done all its steps. Returns 0. Collective.
+def end_finished(run: Run, found: Found | None, done: int) -> int:
+    """Write the results of a run that has done all its steps, or no more of them. Returns 0. Collective.
 
-    ``found`` is of the evaluation after the last step, if there was one.
+    ``found`` is of the evaluation after the last step, ``done``, if there was one.
     """
     sharding, config = hpczero.sharding(run.model), run.config
     log.debug(
@@ -83,11 +84,14 @@ def end_finished(run: Run, found: Found | None) -> int:
         process_peak_nbytes() / 2**20,
         sharding.collectives.stats.seconds,
     )
-    _write_weights(run)
+    _write_weights(run, done)
+    why = run.patience.why if done < config.train.steps else ""
+    if why:
+        log.info("stopped early after step %d of %d: %s", done, config.train.steps, why)
     with run.given.topology.agreed("write the results"):
         if run.given.topology.is_root:
             draw_meanwhile(run, -math.inf)
-            run.attempts.end(config.train.steps, 0)
+            run.attempts.end(done, 0, why)
     run.checkpoints.forget_copies()
     if found is not None:
         log.info("held-out loss: %s", run.reading.loss_in_words(found.loss))
@@ -104,16 +108,37 @@ def end_finished(run: Run, found: Found | None) -> int:
     return 0
 
 
-def _write_weights(run: Run) -> None:
-    """Write the final weights: each rank its own tensors, and none holds more than one unit. Collective."""
+def measure_tasks(run: Run, done: int, last: int) -> dict[str, float] | None:
+    """Metrics of ``evaluation.lm_eval``, if it is due after ``done`` of ``last`` steps. Collective over world."""
+    options, reading = run.config.evaluation, run.reading
+    if not isinstance(reading, TextReading) or not options.tasks:
+        return None
+    if not is_due(done, options.lm_eval_every, last):
+        return None
+    from hpczero.hf.harness import evaluate
+
+    found = evaluate(
+        run.model,
+        reading.tokens.tokenizer,
+        options.tasks,
+        context=run.adapter.context,
+        folder=options.lm_eval_path,
+        micro_batch=run.batch.micro_batch,
+    )
+    for name, value in found.items():
+        log.info("step %d: %s %.4f", done, name, value)
+    return found
+
+
+def _write_weights(run: Run, step: int) -> None:
+    """Write the final weights, of ``step``: each rank its own tensors, and none more than one unit. Collective."""
 
     def begin(tensors: dict[str, Any], team: Team) -> WeightsWriter:
         if team.rank == 0:
             run.lock.lock.check()
         tokenizer = run.reading.identity().get(resume.TOKENIZER)
-        steps = run.config.train.steps
         return begin_weights(
-            run.folder.weights, tensors, card=run.card, tokenizer=tokenizer, step=steps, team=team
+            run.folder.weights, tensors, card=run.card, tokenizer=tokenizer, step=step, team=team
         )
 
     stream(run.model, begin, before_commit=run.lock.lock.check)
@@ -190,10 +215,11 @@ def take_steps(run: Run) -> int:
     expectation = Expectation(run.foretold)
     profile = Profile(run) if config.log.profile else None
     stopped, found, drawn_s = False, None, time.monotonic()
+    done, last = run.start, run.start if run.patience.is_over else config.train.steps
     with run.records or nullcontext(), checkpoints, run.local or nullcontext():
         if run.local is not None and run.local.owes:
             log.info("%s", run.local.after_step(run.start))
-        for number in range(run.start, config.train.steps):
+        for number in range(run.start, last):
             given.accelerator.reset_peak()
             done = number + 1
             with nullcontext() if profile is None else profile.step(done):
@@ -214,6 +240,10 @@ def take_steps(run: Run) -> int:
             if passes.leaves is not None and passes.leaves.gradients:
                 write_digests(run.folder, run.model, passes.leaves, step=done, taken=taken)
             found = run.evaluation.after(done)
+            if found is not None:
+                run.patience.note(found.loss)
+            early = run.patience.is_over and done < config.train.steps
+            tasks = measure_tasks(run, done, done if early else config.train.steps)
             slow = stragglers.report(done)
             for line in slow:
                 log.info("%s", line)
@@ -222,22 +252,25 @@ def take_steps(run: Run) -> int:
             wish = stops.wish(step_s=taken.watch.elapsed_s(), save_s=checkpoints.save_s)
             if run.local is not None:
                 wish = max(wish, run.local.heard)
+            if early:  # the run ends with its results, whatever else is asked for
+                wish = Wish.SAVE
 
             measured = None
             if run.records is not None:
-                measured = metrics_of(run, taken, done, found)
+                measured = metrics_of(run, taken, done, found, tasks)
                 durable = checkpoints.is_due(done, wish) or checkpoints.is_copied(done, wish)
                 run.records.note(measured, durable=durable)
             with taken.watch.phase("checkpoint"):
                 samples = done * run.batch.global_batch
-                checkpoints.after_step(done, {**run.identity, "samples": samples}, wish)
+                position = {**run.identity, "samples": samples, **run.patience.state}
+                checkpoints.after_step(done, position, wish, final=early)
             if run.records is not None and measured is not None:
                 run.records.write(after_save(run, taken, measured))
                 drawn_s = draw_meanwhile(run, drawn_s)
 
             stopped = wish is Wish.STOP and done < config.train.steps
             if profile is not None:
-                profile.note(done, taken, last=stopped or done == config.train.steps)
-            if stopped:
+                profile.note(done, taken, last=stopped or early or done == config.train.steps)
+            if stopped or early:
                 break
-    return end_stopped(run, done) if stopped else end_finished(run, found)
+    return end_stopped(run, done) if stopped else end_finished(run, found, done)

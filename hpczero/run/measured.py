@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hpczero
@@ -128,7 +128,9 @@ def _below(wanted_s: Sequence[float], own_s: Sequence[float]) -> list[int]:
     return sorted(found, key=lambda rank: -own_s[rank])
 
 
-def metrics_of(run: Run, taken: Taken, done: int, found: Found | None) -> StepMetrics:
+def metrics_of(
+    run: Run, taken: Taken, done: int, found: Found | None, tasks: Mapping[str, float] | None
+) -> StepMetrics:
     """The record of the step that makes ``done`` steps, before the save that may follow it. Not collective."""
     sharding, watch = hpczero.sharding(run.model), taken.watch
     tokens = run.batch.global_batch * run.adapter.context
@@ -156,6 +158,8 @@ def metrics_of(run: Run, taken: Taken, done: int, found: Found | None) -> StepMe
         communication_ms=taken.communication_ms,
         checkpoint_ms=0.0,
         held_out_metric=None if found is None else found.metric,
+        lm_eval=tasks,
+        held_out_since=run.patience.since if found and run.config.evaluation.patience else None,
         **tier_fields(taken),
         **peaks(run, taken.exposed_s),
     )

@@ -47,10 +47,10 @@ from hpczero.run.starting.building import (
 )
 from hpczero.run.starting.choosing import Chosen, choose_settings, earlier_settings, taken_over
 from hpczero.run.starting.header import flops_per_unit, peak_of, planned_memory, tell_header
-from hpczero.run.starting.reading import RunData, open_reading
+from hpczero.run.starting.reading import RunData, TextReading, open_reading
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
-from hpczero.run.stopping import Deadline
+from hpczero.run.stopping import Deadline, Patience
 from hpczero.trackers import BackgroundTracker
 from hpczero.zero.exact import computed_on
 
@@ -93,6 +93,7 @@ class Run:
         balance: who has how many samples of a micro-batch; None: all have equally many.
         local: averages with other groups; None: there are none. Not entered yet.
         evaluation: measures the loss over held-out text.
+        patience: whether that loss still falls.
         checkpoints: when the run saves; not entered yet.
         identity: what checkpoints state of the run.
         start: steps done already.
@@ -119,6 +120,7 @@ class Run:
     balance: Balance | None
     local: LocalSteps | None
     evaluation: Evaluation
+    patience: Patience
     checkpoints: RunCheckpoints
     identity: dict[str, Any]
     start: int
@@ -168,6 +170,13 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             host = accelerator.is_host
             planned = run_of(config, adapter.transformer, batch, topology, is_host=host)
         room.check(planned)
+    if config.evaluation.tasks:
+        with topology.agreed("look for the tasks of lm_eval"):
+            if topology.is_root and isinstance(reading, TextReading):
+                from hpczero.hf.harness import check_tasks
+
+                tokenizer, asked = reading.tokens.tokenizer, config.evaluation
+                check_tasks(tokenizer, asked.tasks, asked.lm_eval_path)
     with topology.agreed("lay out the samples"):
         batches = reading.training(config, adapter.context, batch.global_batch)
         held_out = None
@@ -265,6 +274,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             steps=config.train.steps,
             adapter=adapter,
         ),
+        patience=Patience(config.evaluation.patience, topology, begin.extra),
         checkpoints=checkpoints,
         identity=identity,
         start=begin.step,

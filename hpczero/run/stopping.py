@@ -1,4 +1,4 @@
-"""Asked to stop or to save: by a signal, by a file in the run folder, or because the job's time is nearly up.
+"""What ends a run early: a signal, a file in the run folder, the end of the job's time, a held-out loss that stays.
 
 A signal often reaches only some ranks, and never all at the same step, so ranks agree between steps.
 """
@@ -9,9 +9,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from hpczero.errors import ConfigError
 from hpczero.files.regular import kind_of
@@ -169,3 +170,44 @@ class Stops:
             # Or every step would save, and every start would stop.
             logger.warning("%s: cannot be removed (%s); not heard again until it is", path, error)
             self._deaf.add(wish)
+
+
+class Patience:
+    """Whether the held-out loss still falls (``evaluation.patience``). It has the same state on every rank.
+
+    Attributes:
+        best: lowest held-out loss so far; None before the first.
+        since: evaluations in a row that have not found a lower one.
+    """
+
+    def __init__(self, evaluations: int, topology: Topology, extra: Mapping[str, Any]) -> None:
+        """Not collective. ``evaluations``: at most so many in a row; 0: any number. ``extra``: of a checkpoint."""
+        self._most, self._topology = evaluations, topology
+        self.best: float | None = extra.get("held_out_best")
+        self.since: int = extra.get("held_out_since", 0)
+
+    def note(self, loss: float) -> None:
+        """Add the loss of one evaluation, as rank 0 has it. Collective over world, unless nobody asked for patience."""
+        if not self._most:
+            return
+        loss = float(self._topology.broadcast_text(repr(loss)))
+        if math.isfinite(loss) and (self.best is None or loss < self.best):
+            self.best, self.since = loss, 0
+        else:
+            self.since += 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run ends now."""
+        return 0 < self._most <= self.since
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint states of it, for ``extra`` of a later start; empty if nobody asked for patience."""
+        return {"held_out_best": self.best, "held_out_since": self.since} if self._most else {}
+
+    @property
+    def why(self) -> str:
+        """Why the run ends, for people."""
+        best = "a finite number" if self.best is None else f"below {self.best:.4f}"
+        return f"the held-out loss has not been {best} in {self.since} evaluations in a row"

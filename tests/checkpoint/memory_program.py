@@ -123,7 +123,7 @@ def peaks_of(topology: hpczero.Topology, folder: Path, layers: int) -> dict[str,
         "step": step,
         "save": lambda: hpczero.checkpoint.save(folder, model, step=1),
         "load": lambda: hpczero.checkpoint.load(folder, model),
-        "weights": lambda: loop._write_weights(_run(model, topology, folder)),
+        "weights": lambda: loop._write_weights(_run(model, topology, folder), 1),
     }
     found = {name: peak_of(call) - before for name, call in calls.items()}
     weights = folder / "model.safetensors"

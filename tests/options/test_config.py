@@ -9,10 +9,13 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim import lr_scheduler as scheduler
 
 from hpczero.errors import ConfigError
 from hpczero.options.config import RunConfig, TrainOptions
@@ -155,6 +158,9 @@ def test_bad_command_line_names_the_option_on_one_line(
         ["--train.learning_rate", "0"],
         ["--train.min_learning_rate", "1"],
         ["--train.warmup", "-1"],
+        ["--train.decay_steps", "5"],
+        ["--train.min_learning_rate", "0.0001", "--train.schedule", "constant"],
+        ["--evaluation.every", "0", "--evaluation.patience", "2"],
         ["--train.betas", "0.9", "1.0"],
         ["--train.clip", "inf"],
         ["--train.clip", "-1"],
@@ -309,6 +315,45 @@ def test_learning_rate_rises_linearly_then_falls_to_its_floor() -> None:
     assert options.learning_rate_factor(100) == pytest.approx(0.2)
     by_default = TrainOptions(steps=1000, warmup=0)
     assert by_default.learning_rate_factor(999) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_schedules_are_those_of_torch(schedule: Any) -> None:
+    steps, warmup, peak, low = 40, 5, 0.5, 0.02
+    options: dict[str, Any] = {} if schedule == "constant" else {"min_learning_rate": low}
+    if schedule == "wsd":
+        options["decay_steps"] = 8
+    ours = TrainOptions(
+        steps=steps, warmup=warmup, schedule=schedule, learning_rate=peak, **options
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
+    rise = scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup - 1)
+    after = steps - 1 - warmup
+    plain = scheduler.ConstantLR(optimizer, 1.0)
+    falls: dict[str, tuple[list[Any], list[int]]] = {
+        "cosine": ([scheduler.CosineAnnealingLR(optimizer, after, low)], []),
+        "linear": ([scheduler.LinearLR(optimizer, 1.0, low / peak, after)], []),
+        "wsd": ([plain, scheduler.LinearLR(optimizer, 1.0, low / peak, 8)], [steps - 1 - 8]),
+        "constant": ([plain], []),
+    }
+    parts, ends = falls[schedule]
+    theirs = scheduler.SequentialLR(optimizer, [rise, *parts], [warmup, *ends])
+    for step in range(steps):
+        rate = peak * ours.learning_rate_factor(step)
+        assert rate == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
+        optimizer.step()
+        theirs.step()
+
+
+def test_decay_of_wsd_is_a_tenth_and_begins_after_the_warm_up() -> None:
+    wsd = TrainOptions(steps=100, warmup=10, schedule="wsd", min_learning_rate=0.0)
+    factors = [wsd.learning_rate_factor(step) for step in range(100)]
+    assert factors[9:90] == [1.0] * 81
+    assert factors[90:] == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    long = dataclasses.replace(wsd, decay_steps=1000)
+    linear = TrainOptions(steps=100, warmup=10, schedule="linear", min_learning_rate=0.0)
+    for step in range(100):
+        assert long.learning_rate_factor(step) == linear.learning_rate_factor(step)
 
 
 def test_nodes_fill_one_after_the_other() -> None:

@@ -74,6 +74,12 @@ def test_series_whose_starts_all_stop_at_once_ends_after_three_restarts(folder: 
     start(folder, Environment(series="another", job="8"))
 
 
+def test_run_that_ended_early_leaves_nothing_to_do_to_its_series(folder: RunFolder) -> None:
+    start(folder).end(7, 0, "the held-out loss did not fall")
+    assert start(folder).finished(100)
+    assert '"why": "the held-out loss did not fall"' in folder.attempts.read_text()
+
+
 def test_series_always_stopped_while_it_tokenizes_is_told_time_is_short(folder: RunFolder) -> None:
     for _ in range(4):
         start(folder).end(0, 75)

@@ -38,6 +38,7 @@ from hpczero.run.results.records import Records, plot_losses
 def metrics(step: int = 1, **changes: object) -> StepMetrics:
     values: dict[str, object] = {f.name: 1.0 for f in dataclasses.fields(StepMetrics)}
     values |= {"step": step, "tokens": step * 100, "skipped_steps": 0, "held_out_loss": None}
+    values |= {"lm_eval": {"mine/acc": 0.5}}
     values |= {"mfu": None, "state_peak_nbytes": 2**20, "process_peak_nbytes": 2**21, **changes}
     return StepMetrics(**values)  # type: ignore[arg-type]
 
@@ -244,9 +245,10 @@ def test_records_go_to_file_tensorboard_and_screen(
     (loss,) = events.Scalars("loss/loss")
     assert (loss.step, loss.value) == (1, 1.5)
     tags = {each: name for name, _, each in (t.partition("/") for t in events.Tags()["scalars"])}
+    assert tags.pop("mine/acc") == "lm_eval"
     assert tags.keys() == {
         n for n, v in dataclasses.asdict(metrics(1)).items() if v is not None
-    } - {"step"}
+    } - {"step", "lm_eval"}
     assert (tags["grad_norm"], tags["forward_ms"], tags["tokens"]) == (
         "optimizer",
         "time",

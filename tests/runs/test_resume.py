@@ -15,10 +15,12 @@ import pytest
 
 from hpczero.checkpoint.disk.folder import Folder
 from hpczero.models import PRESETS
+from hpczero.run.results.metrics import read_metrics
+from hpczero.run.results.weights import step_of_weights
 from tests.checkpoint.programs import state_digests
 from tests.helpers.killed import Job
 from tests.helpers.mpirun import run_ranks
-from tests.helpers.runs import losses, options, steps, train
+from tests.helpers.runs import STEPS, losses, options, steps, train
 from tests.runs.two_runs import damage
 
 
@@ -52,6 +54,33 @@ def test_a_stop_that_is_heard_in_the_last_step_finds_a_finished_run(tmp_path: Pa
     ask(tmp_path, "STOP")
     train(tmp_path, ranks=1, train__steps=1).ended()
     assert (tmp_path / "r" / "model.safetensors").exists()
+
+
+def test_run_without_lower_losses_ends_with_its_results_and_forgets_nothing(tmp_path: Path) -> None:
+    patient: dict[str, Any] = {
+        "evaluation__every": 1,
+        "evaluation__batches": 1,
+        "train__learning_rate": 3.0,
+    }
+    patient |= {"train__warmup": 1, "checkpoint__every": 0}
+    job = train(tmp_path, 2, **patient, evaluation__patience=2).ended()
+    found = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    lowest = min(found, key=lambda m: m.held_out_loss or 0.0)
+    end = lowest.step + 2
+    assert [m.held_out_since for m in found[-3:]] == [0, 1, 2]
+    assert found[-1].step == end < STEPS
+    assert steps(tmp_path) == [end]
+    said = f"stopped early after step {end} of {STEPS}: the held-out loss has not been below "
+    assert f"{said}{lowest.held_out_loss:.4f} in 2 evaluations in a row" in job.said, job
+    assert step_of_weights(tmp_path / "r" / "model.safetensors") == end
+    refused = train(tmp_path, 1, **patient, evaluation__patience=2).ended(78)
+    assert "holds a finished run" in refused.stderr, refused
+    again = train(tmp_path, 1, **patient, evaluation__patience=4).ended()
+    found = read_metrics(tmp_path / "r" / "metrics.jsonl")[end:]
+    assert [m.held_out_since for m in found] == [3, 4], again
+    # Without the value of before the first of them would have been the lowest.
+    first, second = [m.held_out_loss or 0.0 for m in found]
+    assert second < first
 
 
 def test_other_ranks_and_stage_go_on_with_the_next_sample(

@@ -115,7 +115,6 @@ def run_of(model: nn.Module, topology: Topology, path: Path) -> Any:
         folder=SimpleNamespace(weights=path),
         card=dataclasses.asdict(config),
         reading=SimpleNamespace(identity=lambda: {"tokenizer": ByteTokenizer().to_json()}),
-        config=SimpleNamespace(train=SimpleNamespace(steps=7)),
     )
 
 
@@ -142,7 +141,7 @@ def test_final_weights_are_the_file_of_the_whole_model(
     options = {"topology": topology, "stage": 3, "offload": offload, "precision": precision}
     with zeroified(model, optimizer, **options) as state:
         trained(model, state, comm.rank)
-        loop._write_weights(run_of(model, topology, folder / "ours"))
+        loop._write_weights(run_of(model, topology, folder / "ours"), 7)
         whole = hpczero.full_state_dict(model)
     if whole is not None:
         write_weights(
@@ -193,11 +192,11 @@ def test_what_fails_on_rank_0_fails_on_all_and_leaves_nothing(
                     patch.setattr(state.away.store.tier, "_read", lost)
             said = "lost" if kind is TierError else r"cannot be written .*; check space"
             run = run_of(model, topology, path)
-            raises_on_all(comm, kind, said, loop._write_weights, run)
+            raises_on_all(comm, kind, said, loop._write_weights, run, 7)
         comm.Barrier()
         names = [file.name for file in folder.iterdir()]
         parallel_assert(comm, not names, str(names))
-        loop._write_weights(run_of(model, topology, folder / "model.safetensors"))
+        loop._write_weights(run_of(model, topology, folder / "model.safetensors"), 7)
     comm.Barrier()
     assert Weights(folder / "model.safetensors").step == 7
 

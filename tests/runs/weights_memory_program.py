@@ -41,8 +41,8 @@ def main(folder: str, stage: str) -> None:
     model = tiny_gpt(layers=LAYERS, hidden=HIDDEN, heads=4)
     with zeroified(model, adamw(model), topology=topology, stage=int(stage)) as state:
         run = run_of(model, topology, path)
-        loop._write_weights(run)  # what is loaded and allocated once
-        by_unit = growth(lambda: loop._write_weights(run))
+        loop._write_weights(run, 7)  # what is loaded and allocated once
+        by_unit = growth(lambda: loop._write_weights(run, 7))
         at_once = growth(lambda: hpczero.full_state_dict(model))
         written = path.stat().st_size if topology.is_root else 0
         sys.stdout.write(f"grew {by_unit} {at_once} {4 * state.plan.numel} {written}\n")

@@ -234,13 +234,13 @@ def test_peak_is_that_of_a_device_whose_whole_name_is_known() -> None:
         "NVIDIA H100 data sheet (SXM), tensor cores, dense",
     )
     assert load_machine("dgx-h100").peak == {"fp32": 67e12, "fp16": 989.4e12, "bf16": 989.4e12}
-    of_pcie, of_gcd = (
-        device_peak("NVIDIA H100 PCIe", "tf32"),
+    of_sxm, of_gcd = (
+        device_peak("NVIDIA H100 80GB HBM3", "tf32"),
         device_peak("AMD Instinct MI250X", "fp16"),
     )
-    assert of_pcie is not None
+    assert of_sxm is not None
     assert of_gcd is not None
-    assert (of_pcie[0], of_gcd[0]) == (378e12, 191.5e12)
+    assert (of_sxm[0], of_gcd[0]) == (494.7e12, 191.5e12)
     for unknown in (
         "NVIDIA H100",
         "NVIDIA B300 SXM6 AC",

@@ -68,6 +68,9 @@ class StepMetrics:
             blocks; None where they rest on the device.
         held_out_metric: the metric of the model's adapter over the held-out samples, such as an accuracy; None where it
             was not measured.
+        held_out_since: evaluations in a row that have not found a lower held-out loss; None without
+            ``evaluation.patience``, which ends the run at so many.
+        lm_eval: of the tasks of ``evaluation.lm_eval``, by ``task/metric``; None where they were not run.
     """
 
     step: int
@@ -102,6 +105,8 @@ class StepMetrics:
     activations_written_nbytes: int | None = None
     activations_waited_ms: float | None = None
     held_out_metric: float | None = None
+    held_out_since: int | None = None
+    lm_eval: Mapping[str, float] | None = None
 
     def to_json(self) -> str:
         """One line of JSON. NaN and infinity, which JSON does not have, become null.
@@ -109,7 +114,9 @@ class StepMetrics:
         The last field is the CRC-32 of the text before it, because a changed digit is not visible otherwise.
         """
         values = dataclasses.asdict(self)
-        finite = {k: v if v is None or math.isfinite(v) else None for k, v in values.items()}
+        tasks = values.pop("lm_eval")
+        finite: dict[str, Any] = {k: _finite(v) for k, v in values.items()}
+        finite["lm_eval"] = tasks and {k: _finite(v) for k, v in tasks.items()}
         text = json.dumps(finite, allow_nan=False).removesuffix("}")
         return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}'
 
@@ -132,6 +139,15 @@ class StepMetrics:
             if stated != f'"{zlib.crc32(text):08x}"}}'.encode():
                 raise ValueError("not what was written")
             del values["crc32"]
+        tasks = values.pop("lm_eval", None)
+        if tasks is not None:
+            if not isinstance(tasks, dict) or {*map(type, tasks.values())} - {
+                int,
+                float,
+                type(None),
+            }:
+                raise ValueError("lm_eval is no such mapping")
+            tasks = {name: math.nan if each is None else each for name, each in tasks.items()}
         for name, value in values.items():
             optional = name == "mfu" or name.startswith(OPTIONAL)
             if value is None and not optional:
@@ -141,9 +157,13 @@ class StepMetrics:
         if type(values.get("step")) is not int or values["step"] < 1:
             raise ValueError("no step")
         try:
-            return cls(**values)
+            return cls(**values, lm_eval=tasks)
         except TypeError as error:
             raise ValueError(str(error)) from error
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:

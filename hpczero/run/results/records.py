@@ -236,6 +236,8 @@ class Records:
 def figures_of(metrics: StepMetrics) -> dict[str, float]:
     """What a step was measured by, but for what was not measured."""
     found = dataclasses.asdict(metrics)
+    tasks = found.pop("lm_eval") or {}
+    found |= {f"lm_eval/{name}": value for name, value in tasks.items()}
     return {name: v for name, v in found.items() if v is not None and name != "step"}
 
 
@@ -248,6 +250,8 @@ def earlier_figures(folder: RunFolder, start: int) -> Iterator[tuple[int, dict[s
 
 def tag(name: str) -> str:
     """Of a field of the metrics in TensorBoard, which draws what is before the slash as one group."""
+    if name.startswith("lm_eval/"):
+        return name
     if name.startswith(("tier_", "activations_")):
         return f"offload/{name}"
     group = next((group for end, group in GROUPS if name.endswith(end)), "progress")

@@ -102,13 +102,13 @@ class Attempts:
         self._write("start", committed=committed, **facts, **copied)
 
     def finished(self, steps: int) -> bool:
-        """Whether an earlier start of the series has done these ``steps``, so that nothing is left to do.
+        """Whether an earlier start of the series has done these ``steps``, or ended early: nothing is left to do.
 
         A start that was killed between its results and its line "end" has finished, too: a start that begins removes
         earlier results.
         """
         ends = [event for event in self._earlier if event["event"] == "end"]
-        if ends and ends[-1]["code"] == 0 and ends[-1]["step"] == steps:
+        if ends and ends[-1]["code"] == 0 and (ends[-1]["step"] == steps or "why" in ends[-1]):
             return True
         begun = any(event["event"] == "begin" for event in self._earlier)
         if not (begun and self._folder.weights.exists() and self._folder.config.exists()):
@@ -186,9 +186,9 @@ class Attempts:
             with suppress(ConfigError):
                 self._write("note", kind=kind, step=self.step, text=text[:SAID])
 
-    def end(self, step: int, code: int) -> None:
-        """Record how the run ended, if it came to a regular end."""
-        self._write("end", step=step, code=code)
+    def end(self, step: int, code: int, why: str = "") -> None:
+        """Record how the run ended, if it came to a regular end; ``why``, if it ended early with its results."""
+        self._write("end", step=step, code=code, **({"why": why} if why else {}))
 
     @contextmanager
     def told(self, rank: int) -> Iterator[None]:

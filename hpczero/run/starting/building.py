@@ -231,7 +231,8 @@ def build(
 
     Where the run ``resumes``, a checkpoint must be loaded next, and no weights are drawn.
     """
-    model = _whole(adapter, config.run.seed, topology)
+    found = adapter.pretrained(topology, config.run.seed)
+    model, fill = found or (_whole(adapter, config.run.seed, topology), None)
     # Weights and samples have generators of their own; this is for whatever else a model draws.
     torch.manual_seed(seed_of(config.run.seed, topology))
     divide(config.parallel, adapter, model, topology)
@@ -258,7 +259,9 @@ def build(
         secondary=config.parallel.secondary,
         sparse_gradients=config.parallel.sparse_gradients,
         device=accelerator,
-        initialize=hpczero.loaded_later if resumes else adapter.initializer(model, config.run.seed),
+        initialize=hpczero.loaded_later
+        if resumes
+        else fill or adapter.initializer(model, config.run.seed),
         offload=offload_of(config.offload),
         exact=config.run.exact,
     )
@@ -328,7 +331,7 @@ def decay_groups(
     model: nn.Module, adapter: Adapter, weight_decay: float
 ) -> list[dict[str, object]]:
     """Two optimizer groups: parameters that decay, then the others."""
-    parameters = list(model.named_parameters())
+    parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     decaying = [parameter for name, parameter in parameters if adapter.decays(name, parameter)]
     others = [parameter for name, parameter in parameters if not adapter.decays(name, parameter)]
     return [

@@ -316,6 +316,10 @@ def _both(given: object, name: str) -> tuple[Any, Any]:
 
 def _check_no_text(config: RunConfig, name: str) -> None:
     """Refuse options that only mean something for tokens."""
+    if config.evaluation.tasks:
+        raise ConfigError(
+            f"evaluation.lm_eval: got {config.evaluation.lm_eval}, and {name} reads no text; leave it out"
+        )
     default = DataOptions()
     for option in ("path", "tokenizer", "documents"):
         got = getattr(config.data, option)

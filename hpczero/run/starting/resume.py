@@ -67,6 +67,8 @@ TELLING = {
         "learning_rate",
         "min_learning_rate",
         "warmup",
+        "schedule",
+        "decay_steps",
         "weight_decay",
         "betas",
         "clip",
@@ -116,7 +118,7 @@ def choose(config: RunConfig, folder: RunFolder, *, in_memory: bool = False) -> 
     # The shape of a leaf is a part of the sum.
     if "off" not in (earlier.run.exact, config.run.exact):
         changed += differences(earlier, config, {"train": ("micro_batch",)})
-    more = config.train.steps > earlier.train.steps
+    more = config.train.steps > earlier.train.steps or _has_more_patience(config, earlier)
     if trying_out and (changed or (folder.weights.exists() and not more)):
         return None
     if changed:
@@ -126,12 +128,18 @@ def choose(config: RunConfig, folder: RunFolder, *, in_memory: bool = False) -> 
         )
     if folder.weights.exists() and not more:
         raise ConfigError(
-            f"{folder.path}: holds a finished run of {earlier.train.steps} steps; ask for more --train.steps to go on, "
-            "choose another --run.name, or replace it with --run.overwrite true"
+            f"{folder.path}: holds a finished run of {earlier.train.steps} steps; ask for more --train.steps to go on "
+            "(for more --evaluation.patience, or 0, if it was that which ended the run), choose another --run.name, or "
+            "replace it with --run.overwrite true"
         )
     if not saved:  # it was lost before its first save, and began elsewhere
         return _checkpoints_of(earlier.resume.from_)
     return folder.checkpoints
+
+
+def _has_more_patience(now: RunConfig, earlier: RunConfig) -> bool:
+    most, before = now.evaluation.patience, earlier.evaluation.patience
+    return before > 0 and (most == 0 or most > before)
 
 
 def chosen(
