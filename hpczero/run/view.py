@@ -300,7 +300,7 @@ def _ended(ends: list[Event]) -> tuple[str, str]:
     end = next((event for event in ends if event.get("error")), ends[-1])
     at = f"step {end['step']:,}, {_at(end.get('time'))}"
     if end["code"] == 0:
-        return "finished", f"all steps are done: {at}"
+        return "finished", f"{end.get('why') or 'all steps are done'}: {at}"
     if end["code"] == EXIT_REQUEUE:
         return "stopped", f"as asked, after {at}; the same command goes on"
     who = f"rank {end['rank']}: " if "rank" in end else ""
