@@ -30,7 +30,7 @@ def loaded(maps: str = "/proc/self/maps") -> list[str]:
 
 
 def linked_by(module: str) -> list[str]:
-    """Paths of the shared libraries that importing ``module`` would load; does not import it. Empty: unknown."""
+    """Paths of the shared libraries that ``module`` was linked with; does not import it. Empty: unknown."""
     found = find_spec(module)
     said = answer(["ldd", found.origin], LDD_S) if found and found.origin else None
     return re.findall(r"=> (/\S+)", said.stdout) if said else []
@@ -49,7 +49,7 @@ def check_transport_layer(linked: Sequence[str], environment: Mapping[str, str])
     """Can Cray MPICH start? Where it is told to take device memory and was linked without its GTL, it ends the job.
 
     Args:
-        linked: paths of the libraries that mpi4py was linked with.
+        linked: paths of the libraries that mpi4py was linked with, and of those that finding it has loaded.
         environment: variables of this process.
 
     Source: CSCS documentation, Cray MPICH, "GPU_SUPPORT_ENABLED is requested, but GTL library is not linked".
