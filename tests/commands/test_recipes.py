@@ -51,6 +51,6 @@ def test_conda_asks_for_each_package_and_makes_each_command() -> None:
 
 def test_image_takes_its_packages_from_the_wheel_and_no_mpi() -> None:
     text = APPTAINER.read_text()
-    assert "/opt/hpczero-*.whl" in text
+    assert "/made/hpczero-*.whl" in text
     assert "install/constraints.txt" in text
     assert not re.search(r"openmpi-bin|libopenmpi|mpich\b", text)
