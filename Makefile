@@ -5,7 +5,7 @@
 # make quick   lint and the tests of what has changed, in under two minutes: ARGS="--since COMMIT"
 # make lint    set up, ruff and mypy
 # make examples  set up and train every adapter that comes along to its target, beside plain torch: ARGS="--only gcn"
-# make docs    set up and write the pages of the public interface to build/docs; warnings are errors
+# make docs    set up and build the site of the documentation in build/docs, with its search; warnings are errors
 # make setup   what training takes, without linters and a SLURM for tests: install/setup.sh says what can be chosen
 SHELL := /bin/bash
 RANKS ?= 2
@@ -48,5 +48,8 @@ lint: tools
 examples: setup
 	@$(PYTHON) examples/adapters.py --ranks $(RANKS) $(ARGS)
 
-docs: tools
-	$(PYTHON) docs/api.py build/docs
+docs: setup
+	@$(PYTHON) -c "import furo, myst_parser, sphinx" 2>/dev/null || \
+		$(PYTHON) -m pip install --quiet -c install/constraints.txt --no-build-isolation -e ".[docs]"
+	$(PYTHON) -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . build/docs
+	@echo build/docs/index.html

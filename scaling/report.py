@@ -22,7 +22,7 @@ from markdown_it import MarkdownIt
 
 from hpczero.errors import ConfigError, run
 from scaling.evidence.harness import Report, options_of, say
-from scaling.evidence.record import HOME, Row, commit, parse_rows
+from scaling.evidence.record import ROOT, Row, commit, parse_rows
 from scaling.sweep.plots import is_point
 from scaling.sweep.report import write_tables
 
@@ -75,7 +75,7 @@ def main() -> int:
             found.update(dict.fromkeys(results_in(Path(name))))
         except ConfigError as error:  # what else was given is still worth showing
             problems.append(error)
-    for path in found if options.files else sorted((HOME / "scaling/results").rglob("*.jsonl")):
+    for path in found if options.files else sorted((ROOT / "scaling/results").rglob("*.jsonl")):
         try:
             reports.append(show(path))
         except ConfigError as error:

@@ -450,6 +450,10 @@ study() {
     RANKS_PER_NODE="${RANKS_PER_NODE:-16}"
     GPUS_PER_NODE="${GPUS_PER_NODE:-$RANKS_PER_NODE}"
     set_up
+    if [[ ! -d "$CHECKOUT/scaling" ]]; then # installed: a wheel has the scripts and not the measurements
+        fail "$CHECKOUT has no folder scaling, and python -m scaling.sweep is in it" \
+            "CHECKOUT=/path/to/checkout PYTHON=$PYTHON $CALLED ...   # the same release of hpczero, as source"
+    fi
     check_site
     while (($#)) && [[ "$1" != -- ]]; do
         words+=("$1")

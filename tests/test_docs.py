@@ -267,7 +267,7 @@ def test_exit_codes_are_listed() -> None:
 def test_environment_variables_that_are_named_are_those_that_are_read() -> None:
     sources = [
         *(ROOT / "hpczero").rglob("*.py"),
-        *(ROOT / "install").iterdir(),
+        *(path for path in (ROOT / "install").iterdir() if path.is_file()),
         ROOT / "tests/run.py",
         ROOT / "tests/helpers/cases.py",
         ROOT / "tests/helpers/forkserver.py",

@@ -12,6 +12,7 @@ from pathlib import Path
 import tyro
 
 from hpczero.doctor.finding import Finding, TimeLimit, exit_code, failure, summary
+from hpczero.doctor.interconnect import GPU_SUPPORT, check_transport_layer, linked_by, loaded
 from hpczero.errors import ConfigError, launcher_rank, run
 from hpczero.options.reading import parse_command_line
 from hpczero.run.starting.precheck import tell_start_aside
@@ -75,6 +76,13 @@ def main() -> int:
 def _examine(options: DoctorOptions) -> Iterator[Finding]:
     """The examination, or the one finding that it cannot start."""
     try:
+        if os.environ.get(
+            GPU_SUPPORT
+        ):  # else MPI's own start would end the job without a word of what to do
+            layer = check_transport_layer([*linked_by("mpi4py.MPI"), *loaded()], os.environ)
+            if layer is not None:
+                yield layer
+                return
         # Here and not at the top: this import starts MPI, which --help and bad options must not do.
         with TimeLimit("starting MPI", options.time_limit):
             from hpczero.doctor.examination import examine

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
 from hpczero.doctor import environment as software
-from hpczero.doctor import launch, probes
+from hpczero.doctor import interconnect, launch, probes
 from hpczero.doctor.finding import Finding, Status, TimeLimit, failure, warning
 from hpczero.files.direct import ALL, Striping, command, striping_of
 from hpczero.job.topology import Topology
 from hpczero.probe.tiers import Speed, measure_disk
+
+if TYPE_CHECKING:
+    from hpczero.comm.awareness import LibraryClaim
 
 # Bytes of a step per parameter, read and written. Everything: fp32 weights for forward and for backward, gradients out;
 # then in come weight, gradient and two states, and all but the gradient go out. The second: weight and states alone.
@@ -131,6 +135,9 @@ def examine(
         with TimeLimit("measuring the algorithms between nodes", time_limit_s):
             lines = probes.measure_between_nodes(topology)
         yield from (Finding("between nodes", line) for line in lines)
+    yield from interconnect.check_network(
+        interconnect.networks(), interconnect.loaded(), environment, topology.num_nodes
+    )
     yield from software.check_versions(ranks)
     with TimeLimit("importing torch on rank 0", time_limit_s):
         # One rank only: a thousand imports at once can keep a parallel file system busy for minutes.
@@ -138,7 +145,12 @@ def examine(
         torch_facts = topology.world.comm.bcast(found, root=0)
     yield software.check_torch(*torch_facts)
     devices = software.gpu_devices()
-    yield software.check_gpu(devices, ranks[0].versions, _word_of_mpi() if devices else "")
+    said = _word_of_mpi() if devices else None
+    yield software.check_gpu(devices, ranks[0].versions, said.reason if said else "")
+    if said:
+        yield from interconnect.check_device_memory(
+            said.aware is True, interconnect.loaded(), environment
+        )
     yield probes.check_shared_memory(ranks)
     vendor, version = MPI.get_vendor()
     yield probes.check_mpi_io(vendor, version, environment)
@@ -160,12 +172,12 @@ def examine(
         topology.free()
 
 
-def _word_of_mpi() -> str:
+def _word_of_mpi() -> LibraryClaim | None:
     try:
         from hpczero.comm.awareness import claim
     except ImportError:  # without torch; that is another finding
-        return ""
-    return claim().reason
+        return None
+    return claim()
 
 
 def _library() -> Finding:

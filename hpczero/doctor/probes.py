@@ -21,7 +21,9 @@ from hpczero.doctor.launch import RankFacts
 from hpczero.job.topology import Topology
 
 SHM_WANTED_NBYTES = 2**30
-_MPI_LIBRARY = re.compile(r"libmpi(ch|_cray)?(-[0-9a-f]+)?\.(so|dylib)(\.\d+)*")
+_MPI_LIBRARY = re.compile(
+    r"libmpi(ch|_(cray|gnu|nvidia|amd|aocc|intel)(_\d+)*)?(-[0-9a-f]+)?\.(so|dylib)(\.\d+)*"
+)
 
 
 @dataclass(frozen=True)

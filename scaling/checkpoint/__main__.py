@@ -31,7 +31,7 @@ from scaling.contenders.ranks import Crew, end_on_sigterm
 from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.harness import Common, Report, at_least, in_turns, options_of, record, say
 from scaling.evidence.plot import Bar, Panels, as_bars
-from scaling.evidence.record import HOME, Row, head_of, of_kind, run_row
+from scaling.evidence.record import ROOT, Row, head_of, of_kind, run_row
 from scaling.evidence.spread import Spread, by_round, paired, table, table_of, with_spread
 
 BYTES_PER_PARAMETER = 12  # fp32 master and both moments of Adam
@@ -147,7 +147,7 @@ class Disk:
     """
 
     def __init__(self, stack: contextlib.ExitStack, options: Options) -> None:
-        parent = HOME / (options.folder or "runs")
+        parent = ROOT / (options.folder or "runs")
         parent.mkdir(parents=True, exist_ok=True)
         made = tempfile.TemporaryDirectory(prefix="checkpoint-speed-", dir=parent)
         self._path = Path(stack.enter_context(made))

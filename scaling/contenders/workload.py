@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpczero.errors import ConfigError
 from hpczero.models.config import PRESETS, GPTConfig, parameter_count
-from scaling.evidence.record import HOME
+from scaling.evidence.record import ROOT
 
 SEED = 0  # of initial weights and data
 LEARNING_RATE = 3e-4
@@ -96,7 +96,7 @@ def find_model(name: str) -> GPTConfig:
 def scratch(folder: str | None = None) -> Path:
     """The folder for what is not kept, or one on the disk of this checkout. Raises ConfigError: there is none such."""
     if folder is None:
-        (HOME / "runs" / "scratch").mkdir(parents=True, exist_ok=True)
+        (ROOT / "runs" / "scratch").mkdir(parents=True, exist_ok=True)
     elif not Path(folder).is_dir():
         raise ConfigError(f"--folder: got {folder!r}, expected a folder on a disk")
-    return Path(folder or HOME / "runs" / "scratch")
+    return Path(folder or ROOT / "runs" / "scratch")

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import subprocess
-import sysconfig
 from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
@@ -16,11 +15,8 @@ from typing import Any
 
 from hpczero.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]  # of the code: a checkout, or where pip has put it
-IS_CHECKOUT = (ROOT / "install" / "launch.sh").is_file()
-HOME = ROOT if IS_CHECKOUT else Path.cwd()  # relative names of results begin here
-SCRIPTS = ROOT if IS_CHECKOUT else Path(sysconfig.get_path("data"), "share", "hpczero")
-LAUNCH = SCRIPTS / "install" / "launch.sh"
+ROOT = Path(__file__).resolve().parents[2]  # of the checkout; relative names of results begin here
+LAUNCH = ROOT / "install" / "launch.sh"
 CHANGED, UNKNOWN = "+changes", "unknown"  # see `commit`
 
 Row = dict[str, Any]  # Any: JSON; each kind of row has its own names
@@ -35,7 +31,7 @@ def path_of(name: str, results: str | None) -> Path:
         name: of the files, without suffix.
         results: folder of all machines' results; None: scaling/results.
     """
-    return HOME / (results or "scaling/results") / machine_name() / f"{name}.jsonl"
+    return ROOT / (results or "scaling/results") / machine_name() / f"{name}.jsonl"
 
 
 class Recorder:
@@ -152,10 +148,7 @@ def cores() -> int:
 
 
 def commit(tree: Path = ROOT) -> str:
-    """Commit of a working tree, with ``+changes`` if it differs; ``unknown`` outside a checkout."""
-    # Outside a checkout git would answer for whatever repository the environment may lie in.
-    if tree == ROOT and not IS_CHECKOUT:
-        return UNKNOWN
+    """Commit of a working tree, with ``+changes`` if it differs; ``unknown`` where git cannot tell."""
 
     def git(*args: str) -> str:
         command = ["git", *args]

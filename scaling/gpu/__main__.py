@@ -15,7 +15,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from scaling.evidence.harness import options_of
-from scaling.evidence.record import HOME, Recorder, Row, circumstances, machine_name, slug
+from scaling.evidence.record import ROOT, Recorder, Row, circumstances, machine_name, slug
 from scaling.gpu.goals import report, write_pages
 from scaling.gpu.jobs import TWIN_SLOWNESS, chosen, known_checks, nvidia_smi, results, seconds_of
 
@@ -69,7 +69,7 @@ def main() -> int:
     twin = bool(options.twin)
     limit_s = options.limit_s or seconds_of(jobs) * (TWIN_SLOWNESS if twin else 1)
     name = f"gpu-{'twin-' if twin else ''}{options.plan}"
-    path = HOME / (options.results or "scaling/results") / _machine(twin) / f"{name}.jsonl"
+    path = ROOT / (options.results or "scaling/results") / _machine(twin) / f"{name}.jsonl"
     openmpi = Path(options.openmpi).resolve() if options.openmpi else None
     with Recorder(path) as recorder:
         recorder.write("run", {**circumstances(), "twin": twin, "plan": options.plan})

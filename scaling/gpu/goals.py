@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpczero.errors import ConfigError
 from scaling.evidence.harness import Report
-from scaling.evidence.record import HOME, Row, head_of, of_kind, parse_rows
+from scaling.evidence.record import ROOT, Row, head_of, of_kind, parse_rows
 from scaling.evidence.spread import table, table_of
 
 HIDDEN = ("kind", "all_ms")  # columns that are in the rows and not in the tables
@@ -211,7 +211,7 @@ def _met(figure: float | str, met: bool, *, sliced: bool = False) -> str:
     return f"{_text(figure)}, {verdict}"
 
 
-def write_pages(folder: Path, root: Path = HOME) -> list[Path]:
+def write_pages(folder: Path, root: Path = ROOT) -> list[Path]:
     """Write the results in ``folder`` into the pages below ``root``; returns these.
 
     Raises:

@@ -74,7 +74,7 @@ def _common(environment: Mapping[str, str]) -> Setting:
     return {**record.versions("torch", "mpi4py"), **ours}
 
 
-POINT_SCRIPT = record.SCRIPTS / "slurm" / "point.sh"
+POINT_SCRIPT = record.ROOT / "slurm" / "point.sh"
 TAIL_LINES = 15
 
 
@@ -163,7 +163,7 @@ class Slurm:
             command.append(f"--dependency=afterany:{':'.join(after)}")
         command += [*self.options, str(POINT_SCRIPT), "python", *arguments]
         self.logs.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(command, cwd=record.HOME, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, check=False)
         number = re.match(r"\d+", done.stdout.strip())
         if done.returncode != 0 or number is None:
             raise HpcZeroError(

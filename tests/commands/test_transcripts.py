@@ -136,7 +136,7 @@ TABLE = {
     'make train RUN=runs/mine ARGS="--run.name mine"': Verdict(
         after="-n", shows=r"hpczero.train --run.name mine\n.*hpczero.sample runs/given"
     ),
-    "make docs": Verdict(shows="build/docs"),
+    "make docs": Verdict(after="-n", shows="-m sphinx .* build/docs"),  # tests/test_site.py
     'pip install ".[hf]"': Verdict(after="--no-deps --no-build-isolation --quiet --dry-run"),
     "make examples": Verdict(shows="graphsage")
     if EVERYTHING

@@ -225,11 +225,16 @@ def test_two_mpi_libraries_in_one_process_block() -> None:
         "7f03-7f04 r-xp 00000000 08:01 124  /site/mpich/libmpich.so.12",
         "7f04-7f05 r-xp 00000000 08:01 125  /usr/lib/libmpi_cxx.so.40",
         "7f05-7f06 r-xp 00000000 08:01 126  /cray/libmpi_gtl_cuda.so.0",
+        "7f05-7f06 r-xp 00000000 08:01 127  /cray/libmpi_gnu_123.so.12",
         "7f06-7f07 rw-p 00000000 00:00 0",
         "",
     ]
     paths = storage.mpi_libraries(maps)
-    assert paths == ["/site/mpich/libmpich.so.12", "/usr/lib/openmpi/lib/libmpi.so.40.30.4"]
+    assert paths == [
+        "/cray/libmpi_gnu_123.so.12",
+        "/site/mpich/libmpich.so.12",
+        "/usr/lib/openmpi/lib/libmpi.so.40.30.4",
+    ]
     assert_problem(storage.check_one_mpi(paths), Status.FAIL, "libmpich.so.12", "rebuild")
     assert storage.check_one_mpi(paths[:1]).status is Status.OK
 

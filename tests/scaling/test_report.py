@@ -34,7 +34,7 @@ def shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Report:
     """Runs the command in a tree whose scaling/results is empty; returns what it printed, and what it left out."""
-    monkeypatch.setattr(report, "HOME", tmp_path)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
     (tmp_path / "scaling" / "results").mkdir(parents=True)
 
     def run_it(*arguments: object) -> str:
