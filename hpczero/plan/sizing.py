@@ -413,6 +413,7 @@ def fit(
     micro_batch: int = 1,
     accumulation: int = 1,
     optimizer_bytes: float | StateBytes = ADAM_STATE_BYTES,
+    kept: Activations = EVERYTHING_KEPT,
 ) -> Fit:
     """Whether what ``plan`` holds fits, and with which micro batch.
 
@@ -424,6 +425,7 @@ def fit(
         micro_batch: samples per rank in one forward and backward.
         accumulation: forwards per step. With more than one, ``accumulated_nbytes`` are needed too.
         optimizer_bytes: state per element, as of ``Plan.memory``.
+        kept: of blocks, with checkpointing.
     """
     memory = plan.memory(optimizer_bytes=optimizer_bytes, footprint=machine.footprint)
     waiting = accumulated_nbytes(plan, accumulation, footprint=machine.footprint)
@@ -439,6 +441,7 @@ def fit(
             model.layers,
             checkpointing=checkpointing,
             on_device=machine.on_device,
+            kept=kept,
         ).peak_nbytes()
 
     most = 0 if model is None else MAX_MICRO_BATCH

@@ -335,14 +335,24 @@ class StepRange:
     slow: Prediction
 
     @classmethod
-    def of(cls, job: Job) -> StepRange:
-        """Three predictions of ``job``; equal ones where its machine has no bounds. Raises as `predict`."""
-        likely, machine = predict(job), job.machine
+    def around(cls, likely: Prediction) -> StepRange:
+        """The step at both ends; the same where its machine has no bounds."""
+        job, machine = likely.job, likely.job.machine
         if not machine.bounds:
             return cls(likely, likely, likely)
         ends = (machine.at_end(slow=slow) for slow in (False, True))
         fast, slow = (predict(replace(job, machine=end)) for end in ends)
         return cls(fast, likely, slow)
+
+    def overlaps(self, other: StepRange) -> bool:
+        """Whether some step of the one takes as long as some of the other."""
+        first, second = (self.fast, self.slow), (other.fast, other.slow)
+        return first[0].step_s <= second[1].step_s and second[0].step_s <= first[1].step_s
+
+    def slower(self, other: StepRange) -> bool:
+        """Whether it is slower at both ends and likely so: what is not known of the machine is the same for both."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return all(mine.step_s > others.step_s for mine, others in pairs)
 
 
 class StageTime:
