@@ -125,6 +125,7 @@ HPCZERO = House(
         "replay": "commands",
         "commands": "commands",
         "plan/auto": "commands",
+        "plan/calibrate": "commands",
         "__init__": "names",
         "checkpoint/__init__": "names",
         "hf/__init__": "names",

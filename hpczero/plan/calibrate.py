@@ -1,4 +1,4 @@
-"""``python -m hpczero.plan --calibrate RUN [RUN ...]``: a described machine with the numbers that runs on it have shown.
+"""``python -m hpczero.plan --calibrate RUN [RUN ...]``: a described machine with the numbers that runs on it show.
 
     python -m hpczero.plan --calibrate runs/x runs/y --machine dgx-h100 --out here.toml
     python -m hpczero.plan --model gpt-8b --ranks 64 --machine here.toml
@@ -54,6 +54,12 @@ class CalibrateOptions:
     ranks_per_node: int | None = None
     vocab: int | None = None
 
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ConfigError(
+                "--calibrate: got no run, expected the folder of one, such as runs/default"
+            )
+
 
 def main(arguments: list[str]) -> int:
     """Write the machine, and print what has changed.
@@ -97,7 +103,9 @@ def seen_in(run: Path, machine: Machine, local: int | None, vocab: int | None) -
     try:
         steps = [step for step in read_metrics(folder.metrics) if step.step > FIRST]
     except FileNotFoundError as error:
-        raise ConfigError(f"{run}: has no {folder.metrics.name}, so it is no folder of a run") from error
+        raise ConfigError(
+            f"{run}: has no {folder.metrics.name}, so it is no folder of a run"
+        ) from error
     usual = sorted(step.step_ms for step in steps)[len(steps) // 2] if steps else 0.0
     steps = [step for step in steps if step.step_ms < STANDSTILL * usual]
     if len(steps) < LEAST_STEPS:
@@ -132,8 +140,8 @@ def _refuse(run: Path, config: RunConfig) -> None:
     named += ["local.steps"] if config.local.steps else []
     if named:
         raise ConfigError(
-            f"{run}: was trained with {', '.join(named)}, expected a run of a GPT without any of these, whose parts say "
-            "how fast products, memory and links are"
+            f"{run}: was trained with {', '.join(named)}, expected a run of a GPT without any of these, whose parts "
+            "say how fast products, memory and links are"
         )
 
 
@@ -154,14 +162,16 @@ def _job(
     world = round(ranks)
     if world < 1 or abs(ranks - world) > 1e-3 * world:
         raise ConfigError(
-            f"{run}: its FLOP/s are of {ranks:.3f} ranks with a vocabulary of {model.vocab_size}, expected a whole number; "
-            "give the --vocab of its tokenizer"
+            f"{run}: its FLOP/s are of {ranks:.3f} ranks with a vocabulary of {model.vocab_size}, expected a whole "
+            "number; give the --vocab of its tokenizer"
         )
     local = min(local or world, world)
     parallel, kept = config.parallel, activations_of(config)
     batch = Batch.resolve(config.train, world)
-    transport: Named = parallel.transport if parallel.transport != "auto" else fastest_transport(
-        local, world // local, on_host=machine.shares_memory
+    transport: Named = (
+        parallel.transport
+        if parallel.transport != "auto"
+        else fastest_transport(local, world // local, on_host=machine.shares_memory)
     )
     return Job(
         model,

@@ -66,7 +66,7 @@ def alike(found: Sequence[StepRange], names: Sequence[str]) -> str:
         found: of each; the first is what was chosen, the others in the order of their likely step.
         names: for the sentence; where there are many, their number is said.
     """
-    if not found or not spread(found[0]):
+    if len(found) < 2 or not spread(found[0]):
         return ""
     same = [one for one in range(1, len(found)) if found[one].overlaps(found[0])]
     if not same:
@@ -75,8 +75,8 @@ def alike(found: Sequence[StepRange], names: Sequence[str]) -> str:
     said += f" and {len(same) - MOST_NAMED} more" if len(same) > MOST_NAMED else ""
     slower = sum(found[one].slower(found[0]) for one in same)
     return (
-        f"Cannot be told apart from the first, by ranges that overlap: {said}; {slower} of {len(same)} are slower at both "
-        "ends and at the likely one."
+        f"Cannot be told apart from the first, by ranges that overlap: {said}; {slower} of {len(same)} are slower at "
+        "both ends and at the likely one."
     )
 
 
@@ -250,8 +250,8 @@ class PlanReport:
 
 
 ESTIMATED = (
-    "Activations and times are an estimate: as a decoder of fused kernels would have them. Modules of transformers keep "
-    "more."
+    "Activations and times are an estimate: as a decoder of fused kernels would have them. Modules of transformers "
+    "keep more."
 )
 
 

@@ -260,8 +260,9 @@ def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
                 '{ value = 1e9, source = "data sheet" }, perhaps with low and high'
             )
         numbers = [entry[name] for name in ("low", "value", "high") if name in entry]
-        if not all(isinstance(each, (int, float)) and each > 0 for each in numbers):
-            raise ConfigError(f"{path}: {where}: got {numbers}, expected numbers above 0")
+        for each in numbers:
+            if not isinstance(each, (int, float)) or not each > 0:
+                raise ConfigError(f"{path}: {where}: got {each!r}, expected a number above 0")
         if numbers != sorted(numbers):
             raise ConfigError(f"{path}: {where}: got {numbers}, expected low <= value <= high")
         sources[where] = str(entry["source"])
@@ -449,6 +450,7 @@ def machine_of(
         title: for reports.
     """
     between = measured.between or measured.exchange or measured.memory_rate
+    tiers: dict[str, Any] = {name: getattr(measured, name) or 0.0 for name in TIER_RATES}
     return Machine(
         name="host",
         title=title,
@@ -468,5 +470,5 @@ def machine_of(
         fresh_rate=measured.fresh or 0.0,
         shares_memory=True,
         sources={"all": "measured by hpczero.probe"},
-        **{name: getattr(measured, name) or 0.0 for name in TIER_RATES},
+        **tiers,
     )

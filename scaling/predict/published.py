@@ -1,7 +1,7 @@
-"""Published runs of other programs in layouts that hpczero has, and what its model says of them.
+"""Published runs of other programs in layouts that hpczero has, beside what its model says of them.
 
 Machines are data sheets with ranges; no constant is fitted to a run of ``PUBLISHED``. The ranges are from other makers'
-runs and measurements: those of products from ``ONE_NODE``, by ``implied``; all of them with their sources in
+runs and measurements: those of products from ``one_node``, by ``implied``; all of them with their sources in
 docs/scale.md. So a ratio says what the model leaves out of a run, and what the run has that hpczero has not.
 """
 
@@ -93,8 +93,8 @@ def _megatron(layers: int, hidden: int, heads: int) -> GPTConfig:
     return GPTConfig(vocab_size=51200, context=2048, layers=layers, hidden=hidden, heads=heads)
 
 
-# Narayanan et al., arXiv 2104.04473, table 1: billions of parameters, layers, width, heads, tensor, pipeline, GPUs, batch,
-# TFLOP/s per GPU. FLOPs count the recomputation of everything. Micro-batches and groups of blocks are not given.
+# Narayanan et al., arXiv 2104.04473, table 1: billions of parameters, layers, width, heads, tensor, pipeline, GPUs,
+# batch, TFLOP/s per GPU. FLOPs count the recomputation of everything. Micro-batches and groups of blocks are not given.
 _TABLE_1 = (
     ("1.7", 24, 2304, 24, 1, 1, 32, 512, 137),
     ("3.6", 30, 3072, 32, 2, 1, 64, 512, 138),
@@ -135,8 +135,8 @@ def _narayanan() -> Iterator[Published]:
         )
 
 
-# Korthikanti et al., arXiv 2205.05198, tables 3 and 5, and sec. 6.3: layers, width, heads, pipeline, groups, data, batch,
-# micro-batch, MFU. Attention is computed again; its products once more are left out here.
+# Korthikanti et al., arXiv 2205.05198, tables 3 and 5, and sec. 6.3: layers, width, heads, pipeline, groups, data,
+# batch, micro-batch, MFU. Attention is computed again; its products once more are left out here.
 _TABLE_5 = (
     ("22", 48, 6144, 64, 1, 1, 1, 4, 4, 41.5),
     ("175", 96, 12288, 96, 8, 3, 1, 64, 1, 51.4),
@@ -215,11 +215,14 @@ def _titan() -> Iterator[Published]:
                 _500W,
                 memory_rate=_HBM2E,
             )
-    for model, size, value, more in ((_8B, 8, 2973, {"kept": _SELECTIVE}), (_70B, 70, 331, {})):
+    for model, size, value, kept in (
+        (_8B, 8, 2973, _SELECTIVE),
+        (_70B, 70, 331, Activations(checkpointing="block")),
+    ):
         yield Published(
             f"torchtitan {size} B, 64 A100, FSDP",
             "dgx-a100",
-            _bf16(model, Mesh(shard=64), 8, **_FSDP, **more),
+            _bf16(model, Mesh(shard=64), 8, kept=kept, **_FSDP),
             "tokens/s",
             value,
             f"{_TITAN}, docs/performance.md of 2024",
@@ -244,7 +247,12 @@ PUBLISHED = (
         "Llama 3 405 B, 8,192 H100, tensor 8 x pipeline 16",
         "dgx-h100",
         _bf16(
-            _405B, Mesh(pipeline=16, shard=64, tensor=8), 8, stage=1, accumulation=32, **_INTERLEAVED
+            _405B,
+            Mesh(pipeline=16, shard=64, tensor=8),
+            8,
+            stage=1,
+            accumulation=32,
+            **_INTERLEAVED,
         ),
         "MFU, %",
         43.0,
@@ -255,7 +263,12 @@ PUBLISHED = (
         "Llama 3 405 B, 16,384 H100, tensor 8 x pipeline 16",
         "dgx-h100",
         _bf16(
-            _405B, Mesh(pipeline=16, shard=128, tensor=8), 8, stage=1, accumulation=16, **_INTERLEAVED
+            _405B,
+            Mesh(pipeline=16, shard=128, tensor=8),
+            8,
+            stage=1,
+            accumulation=16,
+            **_INTERLEAVED,
         ),
         "MFU, %",
         41.0,
@@ -303,8 +316,8 @@ PUBLISHED = (
 )
 
 
-# Where the ranges of products come from: runs on one node, in which little is sent. machine, model, sequence, micro-batch,
-# accumulation, whether all is computed again, tokens per second and GPU; sizes as in the makers' configurations.
+# Where the ranges of products come from: runs on one node, in which little is sent. machine, model, sequence,
+# micro-batch, accumulation, whether all is computed again, tokens per second and GPU; sizes as in the makers' configurations.
 _MPT = {
     name: (layers, hidden, heads)
     for name, layers, hidden, heads in (
@@ -315,8 +328,8 @@ _MPT = {
         ("30b", 48, 7168, 56),
     )
 }
-# mosaicml/llm-foundry, scripts/train/benchmarking/README.md: all sizes from 1b on, at 2,048 and 8,192 tokens where both are
-# there, else at the nearest length.
+# mosaicml/llm-foundry, scripts/train/benchmarking/README.md: all sizes from 1b on, at 2,048 and 8,192 tokens where both
+# are there, else at the nearest length.
 _MPT_RUNS = (
     ("dgx-a100", "1b", 2048, 14, 4, False, 20513),
     ("dgx-a100", "1b", 8192, 3, 4, False, 13814),
@@ -437,11 +450,12 @@ def published_text() -> str:
         "| run | measure | low | likely | high | published | likely / published | |",
         "|---|---|---:|---:|---:|---:|---:|---|",
     ]
-    counted = held = 0
+    counted, held = 0, 0
     found = list(compare())
     for run, low, likely, high in found:
         within = low <= run.value <= high
-        counted, held = counted + run.comparable, held + (within and run.comparable)
+        counted += run.comparable
+        held += within and run.comparable
         said = "" if within else "outside" if run.comparable else "outside, not counted"
         values = " | ".join(f"{value:,.4g}" for value in (low, likely, high, run.value))
         lines.append(
