@@ -31,7 +31,7 @@ from hpczero.run.results.metrics import StepMetrics, read_metrics
 from hpczero.run.starting.precheck import activations_of, model_config
 
 FIRST = 2  # steps of a run that do not count: they allocate
-LEAST_STEPS = 5
+LEAST_STEPS = 4
 STANDSTILL = 3  # times the median: a step beside which the machine stood still, or saved
 
 

@@ -1,16 +1,17 @@
 """Calibrated: a machine whose numbers are those that measured steps of some runs show.
 
-    forward + backward, without waits = products / share of the peak + passes / rate of memory + starts of operations
+    forward + backward, without waits  = products / share of the peak + passes / rate of memory + starts of operations
     optimizer                          = bytes of an update / rate of memory in an update
     communication                      = what the model says, with one number of the links fitted
     rest of a step                     = time of the host for a step
 
-With runs of one size the rate of memory stays as it was. It must not know where steps were measured.
+With one run products and passes are slower than assumed by one factor. It must not know where steps were measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine
 from hpczero.predict.model import Prediction, predict
 
-LINKS = ("node_latency", "node_rate", "nic_rate", "overlap")
-LEAST_LATENCY, LEAST_OVERLAP = 1e-7, 1e-3
+LINKS = ("imbalance", "node_rate", "nic_rate", "overlap")
+LEAST, LEAST_NOISE = 1e-3, 1e-3  # of shares; of the median of a run's steps
 WITHOUT_MEMORY = 1e30  # bytes per second: passes take no time
 SPREAD = 10  # percent of all steps that are faster, and slower, than the range says
 
@@ -93,25 +94,30 @@ def _own(each: Seen, machine: Machine) -> float:
 
 
 def _compute(machine: Machine, seen: Sequence[Seen]) -> tuple[float, float]:
-    """(share of the peak, rate of memory) with which the model comes closest to what was computed, in parts of it."""
+    """(share of the peak, rate of memory) that are likeliest, by what was computed and by what was assumed.
+
+    Both are slower than assumed by one factor, as on a busy machine, unless the runs agree on more than their noise.
+    """
     share, rate = machine.matmul_efficiency, machine.memory_rate
     free = dataclasses.replace(machine, memory_rate=WITHOUT_MEMORY)
     rows = []
     for each in seen:
         measured = statistics.median(each.computing_s)
-        whole, products = _own(each, machine), _own(each, free)
-        starts = products - _own(each, dataclasses.replace(free, dispatch=0.0))
-        parts = ((products - starts) * share, (whole - products) * rate, measured - starts)
-        rows.append([part / measured for part in parts])
-    pp, pm, mm, p1, m1 = (
-        sum(row[a] * row[b] for row in rows) for a, b in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2))
-    )
-    determinant = pp * mm - pm * pm
-    if len(seen) > 1 and determinant > 1e-6 * pp * mm:
-        inverse = (p1 * mm - m1 * pm) / determinant, (m1 * pp - p1 * pm) / determinant
-        if min(inverse) > 0:
-            return 1 / inverse[0], 1 / inverse[1]
-    return pp / (p1 - pm / rate), rate  # passes as they were
+        products, passes = _own(each, free), _own(each, machine) - _own(each, free)
+        low, _, high = statistics.quantiles(each.computing_s, n=4)
+        noise = (high - low) / measured / math.sqrt(len(each.computing_s))
+        rows.append((products / measured, passes / measured, max(noise, LEAST_NOISE)))
+
+    def fit(skew: float) -> tuple[float, float, float]:
+        """(what is against it, factor of products, factor of passes), where passes are slower by ``skew`` too."""
+        sums = [(products + skew * passes, noise) for products, passes, noise in rows]
+        slower = sum(s / n**2 for s, n in sums) / sum((s / n) ** 2 for s, n in sums)
+        against = sum(((slower * s - 1) / n) ** 2 for s, n in sums)
+        return against + math.log(skew) ** 2, slower, slower * skew
+
+    tried = (2 ** (step / 16) for step in range(-48, 49)) if len(seen) > 1 else (1.0,)
+    _, of_products, of_passes = min(map(fit, tried))
+    return share / of_products, rate / of_passes
 
 
 def _linked(machine: Machine, each: Seen) -> Machine:
@@ -124,14 +130,15 @@ def _linked(machine: Machine, each: Seen) -> Machine:
     if hidden and wanted < shown + hidden:
         hides = hidden / machine.overlap  # if all did
         overlap = 1 - max(wanted - shown - hidden + hides, 0.0) / hides
-        return dataclasses.replace(machine, overlap=max(overlap, LEAST_OVERLAP))
-    if each.job.transport == "window":
-        none = each.on(dataclasses.replace(machine, node_latency=0.0)).communication_s
-        latency = machine.node_latency * (wanted - none) / (found.communication_s - none)
-        return dataclasses.replace(machine, node_latency=max(latency, LEAST_LATENCY))
+        return dataclasses.replace(machine, overlap=max(overlap, LEAST))
+    if each.job.transport == "window":  # no message leaves: they wait for each other
+        waits = max(wanted - shown, 0.0) / found.computing_s
+        return dataclasses.replace(machine, imbalance=max(waits, LEAST))
     name, slower = "nic_rate" if shards.nodes > 1 else "node_rate", wanted / (shown + hidden)
-    overlap = LEAST_OVERLAP if hidden else machine.overlap
-    return dataclasses.replace(machine, overlap=overlap, **{name: getattr(machine, name) / slower})
+    overlap = LEAST if hidden else machine.overlap
+    return dataclasses.replace(
+        machine, overlap=overlap, **{name: getattr(machine, name) / slower}
+    )
 
 
 def machine_toml(machine: Machine) -> str:

@@ -63,6 +63,7 @@ class Machine:
         host_update: elements per second that the host updates for one rank, while a device computes; 0: not known.
         host_memory: bytes of memory of the host for one rank's tier; 0: not known.
         fresh_rate: bytes per second of memory that the kernel hands out anew; 0: no time is counted for that.
+        imbalance: share of forward and backward that ranks wait for each other beside what links take; 0: not charged.
         update_rate: rate of memory in an update; 0: as in everything else.
         step_host: seconds of the host for a step beside its parts, such as reading a batch; 0: not charged.
         shares_memory: whether ranks of a node read each other's memory: transport ``window``.
@@ -98,6 +99,7 @@ class Machine:
     hop_latency: float = 0.0
     leaf_nodes: int = 0
     overlap: float = 1.0
+    imbalance: float = 0.0
     update_rate: float = 0.0
     step_host: float = 0.0
     shares_memory: bool = False

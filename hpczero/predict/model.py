@@ -229,7 +229,7 @@ class Prediction:
         context_s: of ranks that share tokens, all micro-batches.
         messages_s: to and from other stages, all micro-batches.
         fill_s: time in which the stage has nothing to do.
-        communication_s: exchange of shards that nothing hides.
+        communication_s: exchange of shards that nothing hides, and waits of ranks for each other.
         hidden_s: exchange of shards behind forward and backward.
         replicas_s: sums of reduced gradients over replicas, and of tied weights over stages.
         update_s: norm of the gradient, optimizer.
@@ -303,6 +303,7 @@ def predict(job: Job) -> Prediction:
     forward_s = times * slowest.forward_s
     backward_s = times * slowest.backward_s + slowest.adding_s
     exposed = max(stage.exchanged.exposed_s for stage in stages)
+    waits = job.machine.imbalance * (job.ranks > 1)
     update_s = max(stage.update_s for stage in stages)
     tier = tier_times(slowest.job, forward_s, backward_s + exposed, update_s)
     costs = [(stage.exchanged.cost, stage.replicas) for stage in stages]
@@ -314,7 +315,7 @@ def predict(job: Job) -> Prediction:
         context_s=times * slowest.context_s,
         messages_s=times * slowest.messages_s,
         fill_s=(everybody - slowest.turn_s) / job.interleave,
-        communication_s=exposed,
+        communication_s=exposed + (forward_s + backward_s) * waits,
         hidden_s=max(stage.exchanged.hidden_s for stage in stages),
         replicas_s=max(stage.replicas_s for stage in stages),
         update_s=update_s,

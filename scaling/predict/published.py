@@ -317,7 +317,7 @@ PUBLISHED = (
 
 
 # Where the ranges of products come from: runs on one node, in which little is sent. machine, model, sequence,
-# micro-batch, accumulation, whether all is computed again, tokens per second and GPU; sizes as in the makers' configurations.
+# micro-batch, accumulation, whether all is computed again, tokens per second and GPU; sizes are the makers' own.
 _MPT = {
     name: (layers, hidden, heads)
     for name, layers, hidden, heads in (

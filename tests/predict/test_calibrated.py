@@ -34,11 +34,11 @@ TRUTH = dataclasses.replace(
     matmul_efficiency=0.31,
     memory_rate=3e9,
     update_rate=1.7e9,
-    node_latency=4e-4,
+    imbalance=0.12,
     step_host=7e-3,
     bounds={},
 )
-NOISE = (0.9, 0.96, 1.0, 1.0, 1.0, 1.0, 1.05, 1.2)
+NOISE = (0.9, 0.99, *[1.0] * 8, 1.01, 1.2)
 
 
 def gpt(layers: int, hidden: int) -> GPTConfig:
@@ -64,13 +64,13 @@ def seen(model: GPTConfig) -> Seen:
 
 def test_numbers_of_a_machine_are_found_again_from_two_sizes() -> None:
     found = calibrated(ASSUMED, [seen(gpt(4, 256)), seen(gpt(2, 640))], source="two runs")
-    for name in ("matmul_efficiency", "memory_rate", "update_rate", "node_latency", "step_host"):
-        assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=0.01), name
+    for name in ("matmul_efficiency", "memory_rate", "update_rate", "imbalance", "step_host"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=0.05), name
         assert found.sources[name] == "two runs"
     assert set(found.bounds) == {"matmul_efficiency"}
     low, high = found.bounds["matmul_efficiency"]
-    assert 0.8 * 0.31 < low < 0.96 * 0.31
-    assert 1.04 * 0.31 < high < 1.15 * 0.31
+    assert 0.7 * 0.31 < low < 0.99 * 0.31
+    assert 1.005 * 0.31 < high < 1.2 * 0.31
     others: Sequence[dict[str, Any]] = (
         {"stage": 0},
         {"stage": 1, "mesh": Mesh(tensor=2)},
@@ -80,14 +80,15 @@ def test_numbers_of_a_machine_are_found_again_from_two_sizes() -> None:
     for more in others:
         between = StepRange.around(predict(job(gpt(6, 384), found, **more)))
         expected = predict(job(gpt(6, 384), TRUTH, **more)).step_s
-        assert between.likely.step_s == pytest.approx(expected, rel=0.01)
+        assert between.likely.step_s == pytest.approx(expected, rel=0.02)
         assert between.fast.step_s < expected < between.slow.step_s
 
 
-def test_one_run_leaves_the_rate_of_memory_as_it_was() -> None:
-    (one,) = [seen(gpt(4, 256))]
+def test_by_one_run_products_and_passes_are_slower_by_one_factor() -> None:
+    one = seen(gpt(4, 256))
     found = calibrated(ASSUMED, [one], source="a run")
-    assert found.memory_rate == ASSUMED.memory_rate
+    slower = ASSUMED.matmul_efficiency / found.matmul_efficiency
+    assert ASSUMED.memory_rate / found.memory_rate == pytest.approx(slower)
     assert one.on(found).step_s == pytest.approx(predict(job(gpt(4, 256), TRUTH)).step_s, rel=0.01)
 
 
@@ -148,12 +149,13 @@ def test_folders_of_runs_become_a_machine_that_a_plan_takes(
     ]
     out = str(tmp_path / "here.toml")
     assert main([*runs, "--machine", "cpu-node", "--out", out]) == 0
-    assert "matmul_efficiency: 0.78 -> 0.31" in capsys.readouterr().out
     machine = load_machine(out)
+    said = f"matmul_efficiency: 0.387 -> {machine.matmul_efficiency:.4g}, "
+    assert said in capsys.readouterr().out
     assert machine.shares_memory
     assert machine.sources["memory_rate"].startswith("measured: steps of ")
     found, expected = (predict(job(gpt(6, 384), each, stage=1)) for each in (machine, TRUTH))
-    assert found.step_s == pytest.approx(expected.step_s, rel=0.01)
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.02)
 
 
 def test_a_run_that_does_not_tell_enough_is_refused(tmp_path: Path) -> None:
@@ -161,7 +163,7 @@ def test_a_run_that_does_not_tell_enough_is_refused(tmp_path: Path) -> None:
     odd = dataclasses.replace(usual.job, model=dataclasses.replace(usual.job.model, vocab_size=999))
     for name, run, more, message in (
         ("tensor", usual, {"tensor": 2}, "was trained with parallel.tensor"),
-        ("short", usual, {"steps": 6}, r"got 4 step\(s\) after the first 2"),
+        ("short", usual, {"steps": 5}, r"got 3 step\(s\) after the first 2"),
         ("other", dataclasses.replace(usual, job=odd), {}, "give the --vocab"),
     ):
         folder = leave(tmp_path / name, run, **more)  # type: ignore[arg-type]  # of two kinds
