@@ -32,6 +32,7 @@ from hpczero.run.starting.precheck import activations_of, model_config
 
 FIRST = 2  # steps of a run that do not count: they allocate
 LEAST_STEPS = 4
+DEGREES = ("tensor", "pipeline", "context")
 STANDSTILL = 3  # times the median: a step beside which the machine stood still, or saved
 
 
@@ -131,23 +132,20 @@ def seen_in(run: Path, machine: Machine, local: int | None, vocab: int | None) -
 
 def _refuse(run: Path, config: RunConfig) -> None:
     """Layouts in which waits are not told from computing, and models that are not sizes."""
-    parallel = config.parallel
-    wrong = [name for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1]
-    wrong += [] if parallel.shard == "world" else ["shard"]
-    named = [f"parallel.{name}" for name in wrong]
-    named += ["offload"] if any(on != "device" for on in _parts(config)) else []
-    named += ["model.factory"] if config.model.factory else []
-    named += ["local.steps"] if config.local.steps else []
-    if named:
+    parallel, offload = config.parallel, config.offload
+    rests = (offload.optimizer, offload.gradients, offload.parameters, config.activations.rest)
+    wrong = {
+        **{f"parallel.{name}": getattr(parallel, name) > 1 for name in DEGREES},
+        "parallel.shard": parallel.shard != "world",
+        "offload": any(on != "device" for on in rests),
+        "model.factory": config.model.factory,
+        "local.steps": config.local.steps,
+    }
+    if named := [name for name, found in wrong.items() if found]:
         raise ConfigError(
             f"{run}: was trained with {', '.join(named)}, expected a run of a GPT without any of these, whose parts "
             "say how fast products, memory and links are"
         )
-
-
-def _parts(config: RunConfig) -> list[str]:
-    offload = config.offload
-    return [offload.optimizer, offload.gradients, offload.parameters, config.activations.rest]
 
 
 def _job(

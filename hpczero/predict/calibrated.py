@@ -136,9 +136,7 @@ def _linked(machine: Machine, each: Seen) -> Machine:
         return dataclasses.replace(machine, imbalance=max(waits, LEAST))
     name, slower = "nic_rate" if shards.nodes > 1 else "node_rate", wanted / (shown + hidden)
     overlap = LEAST if hidden else machine.overlap
-    return dataclasses.replace(
-        machine, overlap=overlap, **{name: getattr(machine, name) / slower}
-    )
+    return dataclasses.replace(machine, overlap=overlap, **{name: getattr(machine, name) / slower})
 
 
 def machine_toml(machine: Machine) -> str:
