@@ -411,7 +411,7 @@ def one_node() -> Iterator[OneNode]:
             transport="ipc",
         )
         yield OneNode(f"MPT {size}, {length:,} tokens", machine, spread, value)
-    for gpus, value in _KEMPNER_RUNS:
+    for gpus, rate in _KEMPNER_RUNS:
         machine = replace(load_machine("dgx-h100"), ranks_per_node=4, nics=4, memory_rate=_H200)
         spread = _bf16(
             replace(_8B, context=4096),
@@ -422,7 +422,7 @@ def one_node() -> Iterator[OneNode]:
             transport="ipc",
             **_FSDP,
         )
-        yield OneNode(f"Llama 8 B, {gpus} of 4 H200", machine, spread, value)
+        yield OneNode(f"Llama 8 B, {gpus} of 4 H200", machine, spread, rate)
 
 
 def ranges() -> dict[str, tuple[float, float, float]]:

@@ -282,9 +282,9 @@ def test_a_described_decoder_has_times_and_ranges_and_stages_that_are_alike(tmp_
     said = plan("--model", "gpt-8b", *words[-4:]).stdout
     alike = "Cannot be told apart from the first, by ranges that overlap: stage 1, stage 3; 1 of 2"
     assert alike in said
-    words += ("--micro-batch", "2")
+    two = (*words, "--micro-batch", "2")
     block, less = (
-        plan_json(*words, "--checkpointing", kind)["stages"][3] for kind in ("block", "selective")
+        plan_json(*two, "--checkpointing", kind)["stages"][3] for kind in ("block", "selective")
     )
     assert 0 < less["micro_batch_checkpointed"] < block["micro_batch_checkpointed"]
     assert less["step_s"] < block["step_s"]

@@ -166,7 +166,7 @@ def test_a_run_that_does_not_tell_enough_is_refused(tmp_path: Path) -> None:
         ("short", usual, {"steps": 5}, r"got 3 step\(s\) after the first 2"),
         ("other", dataclasses.replace(usual, job=odd), {}, "give the --vocab"),
     ):
-        folder = leave(tmp_path / name, run, **more)  # type: ignore[arg-type]  # of two kinds
+        folder = leave(tmp_path / name, run, **more)
         with pytest.raises(ConfigError, match=message):
             main([folder, "--machine", "cpu-node", "--out", str(tmp_path / "never.toml")])
     with pytest.raises(ConfigError, match="got no run"):
