@@ -127,6 +127,7 @@ HPCZERO = House(
         "watch": "commands",
         "commands": "commands",
         "plan/auto": "commands",
+        "plan/calibrate": "commands",
         "__init__": "names",
         "checkpoint/__init__": "names",
         "hf/__init__": "names",

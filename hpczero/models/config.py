@@ -9,7 +9,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+from typing_extensions import override
 
 MOST_LAYERS = 10**4
 MOST_SIZE = 2**31 - 1
@@ -83,9 +85,35 @@ class GPTConfig:
         """Width of one attention head."""
         return self.hidden // self.heads
 
+    # What `DecoderConfig` has otherwise; plans and predictions ask for these alone.
+    gated: ClassVar[bool] = False
+    experts: ClassVar[int] = 1
+    active: ClassVar[int] = 1
+
+    @property
+    def query_width(self) -> int:
+        """Elements of all queries of a token."""
+        return self.heads * self.head_size
+
+    @property
+    def key_width(self) -> int:
+        """Elements of all keys of a token, and of all its values."""
+        return self.query_width
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the MLP, or of one expert."""
+        return self.ffn_multiple * self.hidden
+
 
 def parameter_shapes(config: GPTConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every parameter of ``GPT(config)``, in registration order; a tied weight comes once."""
+    """Name and shape of every parameter of ``GPT(config)``, in registration order; a tied weight comes once.
+
+    Those of a `DecoderConfig` have the names of a GPT, and products that are read together are one.
+    """
+    if isinstance(config, DecoderConfig):
+        yield from config.shapes()
+        return
     ffn = config.ffn_multiple * config.hidden
     sizes = (config.vocab_size, config.context, config.layers, config.hidden, ffn)
     without = {"wpe.weight"} if config.positions == "rotary" else set()
@@ -131,7 +159,8 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None) -> int:
     """Model FLOPs that forward and backward of one token need; recomputation does not count.
 
     ``6 N + 12 L C T``: two FLOPs per weight in forward, four in backward, and the two attention products over the whole
-    sequence. N leaves out tables that are only looked up: the position embedding and an untied token embedding.
+    sequence, where C is the width of all queries. N leaves out tables that are only looked up: the position embedding
+    and an untied token embedding; and of experts those that a token does not pass.
 
     Args:
         config: The model.
@@ -143,7 +172,10 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None) -> int:
     multiplied = sum(
         math.prod(shape) for name, shape in parameter_shapes(config) if name not in lookups
     )
-    return 6 * multiplied + 12 * config.layers * config.hidden * (seq_len or config.context)
+    matrices = 3 if config.gated else 2
+    idle = (config.experts - config.active) * matrices * config.hidden * config.ffn_width
+    attention = 12 * config.layers * config.query_width * (seq_len or config.context)
+    return 6 * (multiplied - config.layers * idle) + attention
 
 
 def check_sizes(owner: str, **sizes: object) -> None:
@@ -325,3 +357,126 @@ class LlamaConfig:
                     f"config.json of a Llama: {name} is {got!r}, expected {values[0]!r}, which hpczero.models.Llama has"
                 )
         return cls(**{ours: said[theirs] for ours, theirs in THEIRS.items()})
+
+
+# Decoders of Hugging Face that a plan counts without building them: whether queries, keys and values have biases, and
+# whether each head's queries and keys are normalised.
+DECODERS = {
+    "llama": (False, False),
+    "mistral": (False, False),
+    "mixtral": (False, False),
+    "qwen2": (True, False),
+    "qwen3": (False, True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(GPTConfig):
+    """Sizes of a decoder with grouped queries, a gated MLP (SwiGLU), and perhaps experts, as plans count it.
+
+    hpczero builds none of it: a model of transformers, or your own, has these sizes.
+
+    Args:
+        key_value_heads: heads of keys and of values; divides ``heads``.
+        ffn: width of the MLP, or of one expert.
+        head_dim: width of a head; 0: ``hidden / heads``.
+        experts: MLPs of a block; with one there is no router.
+        active: experts that each token passes.
+        qkv_bias: whether queries, keys and values have biases.
+        head_norms: whether queries and keys of each head are normalised.
+
+    Raises:
+        ValueError: a size or combination that cannot work.
+    """
+
+    key_value_heads: int
+    ffn: int
+    head_dim: int = 0
+    experts: int = 1  # type: ignore[misc]  # a constant of all GPTs, a size of these
+    active: int = 1  # type: ignore[misc]
+    qkv_bias: bool = False
+    head_norms: bool = False
+    positions: Literal["learned", "rotary"] = "rotary"
+    tie_embeddings: bool = False
+    gated: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = ("key_value_heads", "ffn", "experts", "active")
+        check_sizes("DecoderConfig", **{name: getattr(self, name) for name in sizes})
+        if self.heads % self.key_value_heads or self.active > self.experts:
+            raise ValueError(
+                f"DecoderConfig: got {self.heads} heads with {self.key_value_heads} key_value_heads and {self.active} "
+                f"active of {self.experts} experts, expected a divisor of the heads, and no more than there are"
+            )
+
+    @property
+    @override
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    @override
+    def key_width(self) -> int:
+        return self.key_value_heads * self.head_size
+
+    @property
+    @override
+    def ffn_width(self) -> int:
+        return self.ffn
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every parameter; each weight of all experts is one."""
+        hidden, wide = self.hidden, self.experts * self.ffn
+        yield "wte.weight", (self.vocab_size, hidden)
+        for layer in range(self.layers):
+            block = f"blocks.{layer}."
+            yield f"{block}attention_norm.weight", (hidden,)
+            for name, width in (("q", self.query_width), ("kv", 2 * self.key_width)):
+                yield f"{block}attention.{name}.weight", (width, hidden)
+                if self.qkv_bias:
+                    yield f"{block}attention.{name}.bias", (width,)
+            if self.head_norms:
+                yield f"{block}attention.head_norms.weight", (2 * self.head_size,)
+            yield f"{block}attention.projection.weight", (hidden, self.query_width)
+            yield f"{block}mlp_norm.weight", (hidden,)
+            if self.experts > 1:
+                yield f"{block}mlp.router.weight", (self.experts, hidden)
+            yield f"{block}mlp.expansion.weight", (2 * wide, hidden)
+            yield f"{block}mlp.projection.weight", (hidden, wide)
+        yield "final_norm.weight", (hidden,)
+        if not self.tie_embeddings:
+            yield "lm_head.weight", (self.vocab_size, hidden)
+
+    @classmethod
+    def from_hugging_face(cls, found: Mapping[str, Any]) -> DecoderConfig:
+        """The sizes that a ``config.json`` says, of one of ``DECODERS``.
+
+        Raises:
+            ValueError: it is of another model, or a size is missing or impossible.
+        """
+        kind = found.get("model_type")
+        if kind not in DECODERS or any(found.get(name) for name in ("attention_bias", "mlp_bias")):
+            raise ValueError(
+                f"config.json: model_type is {kind!r}, expected one of {', '.join(DECODERS)}, without attention_bias "
+                "and mlp_bias"
+            )
+        names = [theirs for ours, theirs in THEIRS.items() if ours in SIZES]
+        missing = [name for name in names if found.get(name) is None]
+        if missing:
+            raise ValueError(f"config.json of a {kind}: {', '.join(missing)} missing")
+        experts = {ours: found[name] for ours, name in EXPERTS.items() if kind == "mixtral"}
+        bias, norms = DECODERS[kind]
+        return cls(
+            **{ours: found[theirs] for ours, theirs in THEIRS.items() if ours in SIZES},
+            key_value_heads=found.get("num_key_value_heads") or found["num_attention_heads"],
+            head_dim=found.get("head_dim") or 0,
+            tie_embeddings=bool(found.get("tie_word_embeddings", False)),
+            qkv_bias=bias,
+            head_norms=norms,
+            **experts,
+        )
+
+
+SIZES = ("vocab_size", "context", "layers", "hidden", "heads", "ffn")
+EXPERTS = {"experts": "num_local_experts", "active": "num_experts_per_tok"}

@@ -19,13 +19,14 @@ from typing import Any, Literal
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.files.regular import shown
-from hpczero.models.config import PRESETS, GPTConfig, parameter_shapes
+from hpczero.files.regular import parse_json, read_text, shown
+from hpczero.models.config import DECODERS, PRESETS, DecoderConfig, GPTConfig, parameter_shapes
 from hpczero.options.config import LayoutOptions, PlannedModel
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from hpczero.plan.footprint import Named, fastest_transport
 from hpczero.plan.memory import STATE_BYTES
+from hpczero.plan.offload import Activations
 from hpczero.plan.plan import Plan
 from hpczero.plan.precision import Precision
 from hpczero.plan.sizing import Fit, MachineSizes, blockwise_plan, fit
@@ -34,8 +35,9 @@ from hpczero.predict.answer import LayoutReport, PlanReport, StageRow, recommend
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine as Described
 from hpczero.predict.machine import load_machine
-from hpczero.predict.model import Prediction, predict
+from hpczero.predict.model import StepRange, predict
 
+CONFIG_NBYTES = 2**22
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -55,16 +57,20 @@ class PlanOptions(PlannedModel):
         transport: flat counts messages between all ranks; hierarchical between nodes and inside them; ipc lets GPUs
             of a node read each other's memory, window shares the host's; auto: what training takes.
         model: a preset, such as gpt2-xl or gpt-60b; or a folder of transformers with a config.json, or that file: its
-            weights are not read, and activations are not counted.
+            weights are not read; activations and times are estimated of llama, mistral, mixtral, qwen2, qwen3.
         optimizer: adamw, as training takes; adamw8bit: hpczero.optim.AdamW8bit of a program of your own, 2.125 bytes of
             state for each element instead of 8.
         micro_batch: samples per rank and forward that must fit.
+        checkpointing: what is computed again where activations do not fit otherwise: block, all but a block's input; or
+            selective, all but products and attention.
         accumulation: forwards of a step; with more than one, whole gradients of each rank wait for the last.
         stage: the stage that must fit; given, the command ends with 78 where it does not.
         json: print one JSON object instead of a table; bytes are whole numbers.
         parallel: which ranks share what; with any of these the answer is of that layout alone.
         auto: choose the settings that train fastest, by a probe of this machine or by --machine; it has options of its
             own: --auto --help.
+        calibrate: give a --machine the numbers that measured steps of runs on it show; it has options of its own:
+            --calibrate --help.
     """
 
     ranks: int
@@ -75,11 +81,13 @@ class PlanOptions(PlannedModel):
     transport: Literal["auto", "flat", "hierarchical", "ipc", "window"] = "auto"
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     micro_batch: int = 1
+    checkpointing: Literal["block", "selective"] = "block"
     accumulation: int = 1
     stage: Literal[0, 1, 2, 3] | None = None
     parallel: LayoutOptions = field(default_factory=LayoutOptions)
     json: tyro.conf.UseCounterAction[int] = 0  # a bare --json; a bool would be --json true
     auto: tyro.conf.UseCounterAction[int] = 0
+    calibrate: tyro.conf.UseCounterAction[int] = 0
 
 
 def main() -> int:
@@ -92,6 +100,10 @@ def main() -> int:
         from hpczero.plan.auto import main as choose  # the planner, which others do without
 
         return choose([word for word in sys.argv[1:] if word != "--auto"], choose_config)
+    if "--calibrate" in sys.argv[1:]:
+        from hpczero.plan.calibrate import main as calibrate  # reads runs, which others do without
+
+        return calibrate([word for word in sys.argv[1:] if word != "--calibrate"])
     options = parse_command_line(
         PlanOptions,
         sys.argv[1:],
@@ -166,9 +178,10 @@ def build_report(options: PlanOptions) -> PlanReport:
             micro_batch=options.micro_batch,
             accumulation=options.accumulation,
             optimizer_bytes=STATE_BYTES[options.optimizer],
+            kept=Activations(options.checkpointing),
         )
 
-    def step(row: Fit, config: GPTConfig, on: Described) -> Prediction:
+    def step(row: Fit, config: GPTConfig, on: Described) -> StepRange:
         job = Job.plain(
             dataclasses.replace(config, context=sequence),
             on,
@@ -180,9 +193,10 @@ def build_report(options: PlanOptions) -> PlanReport:
             reduce=options.reduce,
             accumulation=options.accumulation,
             checkpointing=row.micro_batch < options.micro_batch,
+            kept=Activations(options.checkpointing),
             transport=machine.transport,
         )
-        return predict(job)
+        return StepRange.around(predict(job))
 
     fits = tuple(size(stage, machine.ranks) for stage in range(4))
     report = PlanReport(
@@ -235,6 +249,7 @@ def layout_report(options: PlanOptions) -> LayoutReport:
         interleave=parallel.interleave,
         on_device=device != "cpu",
         optimizer=options.optimizer,
+        kept=Activations(options.checkpointing),
     )
     shards = spread.shards
     transport = choose_transport(options, shards.local, device, nodes=shards.nodes)
@@ -245,7 +260,7 @@ def layout_report(options: PlanOptions) -> LayoutReport:
         )
         if row.needed_nbytes > room:
             row = dataclasses.replace(row, checkpointing=True)
-        found = predict(Job.of(row, described)) if described else None
+        found = StepRange.around(predict(Job.of(row, described))) if described else None
         rows.append(StageRow(row, row.needed_nbytes <= room, found))
     title = "" if described is None else described.title
     return LayoutReport(options.model or "custom model", room, tuple(rows), title)
@@ -293,9 +308,8 @@ def choose_plans(options: PlanOptions) -> tuple[GPTConfig | None, Callable[[int,
         ConfigError: as ``choose_config``; or the folder's config.json cannot be used.
     """
     precision = Precision.of(options.precision, reduce=options.reduce)
-    named = Path(options.model or "")
-    folder = named.parent if named.name == "config.json" else named
-    if not options.model or options.model in PRESETS or not os.path.exists(folder / "config.json"):
+    file = _config_json(options.model)
+    if file is None or _decoder_in(file) is not None:
         config = choose_config(options)
         shapes = list(parameter_shapes(config))
         return config, lambda ranks, stage: blockwise_plan(
@@ -308,19 +322,44 @@ def choose_plans(options: PlanOptions) -> tuple[GPTConfig | None, Callable[[int,
     )
     from hpczero.plan.rules import default_rule
 
-    sizes = ("layers", "hidden", "heads", "vocab", "positions", "sequence")
-    if given := [name for name in sizes if getattr(options, name) is not None]:
-        raise ConfigError(
-            f"--{given[0]}: is not for a model of transformers, whose sizes are those of {folder / 'config.json'}"
-        )
-    model = build(lambda: of_folder(folder, ModelChoice()), seed=0)
+    _refuse_sizes(options, file, "sequence")
+    model = build(lambda: of_folder(file.parent, ModelChoice()), seed=0)
     return None, lambda ranks, stage: Plan.build(
         model, num_shards=ranks, stage=stage, precision=precision, rule=default_rule
     )
 
 
+def _config_json(model: str | None) -> Path | None:
+    """The file that describes a model of transformers; None where a preset or sizes are meant."""
+    named = Path(model or "")
+    file = named if named.name == "config.json" else named / "config.json"
+    return file if model and model not in PRESETS and os.path.exists(file) else None
+
+
+def _decoder_in(file: Path) -> DecoderConfig | None:
+    """The sizes of a decoder that is counted here; None of another model, which transformers has to build."""
+    try:
+        found = parse_json(read_text(file, CONFIG_NBYTES))
+    except (OSError, ValueError):  # transformers says what is wrong
+        return None
+    if not isinstance(found, dict) or found.get("model_type") not in DECODERS:
+        return None
+    try:
+        return DecoderConfig.from_hugging_face(found)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _refuse_sizes(options: PlannedModel, file: Path, *more: str) -> None:
+    sizes = ("layers", "hidden", "heads", "vocab", "positions", *more)
+    if given := [name for name in sizes if getattr(options, name) is not None]:
+        raise ConfigError(
+            f"--{given[0]}: is not for a model of transformers, whose sizes are those of {file}"
+        )
+
+
 def choose_config(options: PlannedModel) -> GPTConfig:
-    """The preset with every given size replaced, or a model from sizes alone.
+    """The preset with every given size replaced, a decoder of transformers, or a model from sizes alone.
 
     Args:
         options: of this command, or of ``--auto``: both name sizes alike.
@@ -328,6 +367,11 @@ def choose_config(options: PlannedModel) -> GPTConfig:
     Raises:
         ConfigError: the preset is unknown, or sizes are missing or impossible.
     """
+    file = _config_json(options.model)
+    if file is not None and (decoder := _decoder_in(file)) is not None:
+        _refuse_sizes(options, file)
+        longest = max(options.sequence or 0, decoder.context)
+        return dataclasses.replace(decoder, context=longest)
     names = {"vocab": "vocab_size"} | {n: n for n in ("layers", "hidden", "heads", "positions")}
     given = {theirs: getattr(options, ours) for ours, theirs in names.items()}
     # Any: the fields of GPTConfig have several types

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,7 +34,9 @@ from hpczero.planner.search import (
     search,
     search_layouts,
 )
+from hpczero.predict.answer import alike, spread
 from hpczero.predict.machine import load_machine
+from hpczero.predict.model import StepRange
 
 SHOWN = 8
 
@@ -198,23 +200,27 @@ def _say_layouts(options: AutoOptions, config: GPTConfig, sequence: int) -> int:
         reduce=options.reduce,
         global_batch=options.global_batch,
     )
+    ranges = [StepRange.around(one.step) for one in found]
     if options.json:
         shown = [
             {
                 **one.spread.as_json(),
                 "step_s": one.step.step_s,
+                "step_fast_s": between.fast.step_s,
+                "step_slow_s": between.slow.step_s,
                 "mfu": one.step.mfu,
                 "needed_nbytes": one.spread.needed_nbytes,
                 "options": options_of_layout(one),
             }
-            for one in found
+            for one, between in zip(found, ranges, strict=True)
         ]
         sys.stdout.write(f"{json.dumps({'fitting': shown}, indent=2)}\n")
     elif found:
-        best = [f"  {describe_layout(one)}" for one in found[:SHOWN]]
+        best = _numbered([describe_layout(one) for one in found[:SHOWN]], ranges)
         said = [
             f"of {len(found)} layouts that fit {options.ranks} ranks of {machine.title}, foretold, nothing was run:",
             *best,
+            *filter(None, (alike(ranges, _numbers(found)),)),
             f"pin the first: {options_of_layout(found[0])}",
         ]
         sys.stdout.write("\n".join([*said, ""]))
@@ -223,6 +229,18 @@ def _say_layouts(options: AutoOptions, config: GPTConfig, sequence: int) -> int:
             f"no layout of {options.ranks} ranks of {machine.title} fits a global batch of {options.global_batch}\n"
         )
     return 0 if found else EXIT_FAILURE
+
+
+def _numbers(found: Sequence[object]) -> list[str]:
+    return [f"{one + 1}" for one in range(len(found))]
+
+
+def _numbered(described: Sequence[str], ranges: Sequence[StepRange]) -> list[str]:
+    """Lines that begin with their number, and say how long a step may take; with neither where that is not known."""
+    if not spread(ranges[0]):
+        return [f"  {text}" for text in described]
+    pairs = enumerate(zip(described, ranges, strict=False), 1)
+    return [f"  {number}. {text}; step {spread(found)}" for number, (text, found) in pairs]
 
 
 def _say(options: AutoOptions, choice: Choice, troubles: list[str]) -> None:
@@ -236,7 +254,9 @@ def _say(options: AutoOptions, choice: Choice, troubles: list[str]) -> None:
         said.append(f"nothing fits of {choice.tried} settings{closest}")
     else:
         said += [*lines(choice), "", f"the best of {len(choice.fitting)} that fit:"]
-        said += [f"  {describe(found)}" for found in choice.fitting[:SHOWN]]
+        ranges = [StepRange.around(found.step) for found in choice.fitting]
+        said += _numbered([describe(found) for found in choice.fitting[:SHOWN]], ranges)
+        said += filter(None, (alike(ranges, _numbers(choice.fitting)),))
     sys.stdout.write("\n".join([*said, ""]))
 
 
@@ -247,12 +267,15 @@ def as_json(choice: Choice, troubles: list[str]) -> dict[str, object]:
         return {name: getattr(what, name) for name in names}
 
     def one(found: Foretold) -> dict[str, object]:
+        between = StepRange.around(found.step)
         run, times = found.run, ("forward_s", "backward_s", "communication_s")
         return {
             **of(run, "stage", "micro_batch", "accumulation", "checkpointing"),
             **of(run.offload, "optimizer", "gradients", "parameters", "fraction", "step"),
             "inputs": run.kept.rest,
             **of(found.step, "step_s", *times, "update_s", "tier_s"),
+            "step_fast_s": between.fast.step_s,
+            "step_slow_s": between.slow.step_s,
             "most_nbytes": run.most,
             "away_nbytes": run.memory.away,
             "inputs_away_nbytes": run.inputs_away,

@@ -113,20 +113,18 @@ class Batch:
 HALF_BYTES = 2
 # fp32 master, momentum and variance of mixed-precision Adam (ZeRO paper, sec. 3.1).
 ADAM_FACTOR = 12
-# Elements per token and hidden unit that one block of hpczero's GPT keeps for backward, counted tensor by tensor: two
-# norm inputs and outputs, q, k, v and the attention's output; and of the MLP's hidden layer, which is ``ffn_multiple``
-# times wider, the values before and after the GELU.
-BLOCK_FACTOR, BLOCK_FFN_FACTOR = 8, 2
+# What one block of hpczero's GPT keeps for backward, counted tensor by tensor: two norm inputs and outputs, q, k, v and
+# the attention's output; with rotary positions rotated q and k, and v apart from the joint buffer; and of the MLP's
+# hidden layer the values before and after the GELU, or of a gated one the gate before and after it, the values, and
+# their product.
+BLOCK_FFN_FACTOR, GATED_FFN_FACTOR = 2, 4
 # Of these, the inputs of both norms, which sequence parallelism cuts, and their outputs, which it gathers.
 NORM_INPUTS, NORM_OUTPUTS = 2, 2
-# Rotary positions keep rotated q and k, and v apart from the joint buffer.
-ROTARY_FACTOR = 3
 # What a block's backward holds beside what its forward kept: the gradients of the residual and of the hidden layer.
-BACKWARD_FACTOR, BACKWARD_FFN_FACTOR = 1, 1
+BACKWARD_FACTOR = 1
 # What selective recomputation keeps beside the input: q, k, v, the outputs of attention and of both projections, and
-# the hidden layer before its GELU. The projections' outputs are those that backward does not need.
-PRODUCTS_FACTOR, PRODUCTS_FFN_FACTOR = 6, 1
-NEEDED_PRODUCTS_FACTOR = 4
+# the hidden layer before its GELU, with its gate. The projections' outputs are those that backward does not need.
+PROJECTIONS = 2
 # fp32 logits, their log-softmax and one gradient of a piece of the loss.
 LOSS_PIECE_BYTES = 12
 LOSS_PIECE_NUMEL, DEVICE_LOSS_PIECE_NUMEL = 2**24, 2**28
@@ -257,18 +255,29 @@ class ForwardSizes:
     @property
     def _block_numel(self) -> Fraction:
         """Elements that one block keeps for its backward."""
-        cut = BLOCK_FACTOR - NORM_INPUTS - NORM_OUTPUTS
-        cut += BLOCK_FFN_FACTOR * self.model.ffn_multiple
-        cut += ROTARY_FACTOR if self.model.positions == "rotary" else 0
+        model = self.model
+        cut = 2 * (model.query_width + model.key_width)  # q and the attention's output; k and v
+        cut += (GATED_FFN_FACTOR if model.gated else BLOCK_FFN_FACTOR) * self._ffn
+        if model.positions == "rotary":
+            cut += model.query_width + 2 * model.key_width
+        if model.experts > 1:  # tokens in the order of experts, and what comes back from them
+            cut += 2 * model.active * model.hidden
         norms = NORM_INPUTS * self._input_numel + NORM_OUTPUTS * self._wide
-        return norms + Fraction(cut * self._wide, self.tensor)
+        return norms + Fraction(cut * self.tokens, self.tensor)
 
-    def _products_numel(self, factor: int) -> Fraction:
-        """Elements of a block that selective checkpointing keeps beside the input."""
+    @property
+    def _ffn(self) -> int:
+        """Width of the MLPs that a token passes."""
+        return self.model.active * self.model.ffn_width
+
+    def _products_numel(self, outputs: int) -> Fraction:
+        """Elements of a block that selective checkpointing keeps beside the input, with so many of ``hidden``."""
         if self.kept.checkpointing != "selective":
             return Fraction(0)
-        of_ffn = PRODUCTS_FFN_FACTOR * self.model.ffn_multiple
-        return Fraction((factor + of_ffn) * self._wide, self.tensor)
+        model = self.model
+        cut = 2 * (model.query_width + model.key_width) + outputs * model.hidden
+        cut += (1 + model.gated) * self._ffn
+        return Fraction(cut * self.tokens, self.tensor)
 
     @property
     def forward_nbytes(self) -> int:
@@ -276,7 +285,7 @@ class ForwardSizes:
         if not self.checkpointing:
             return ceil(self._block_numel * self.blocks * self.itemsize)
         inputs = self._input_numel * self.kept.kept(self.blocks)
-        products = self._products_numel(PRODUCTS_FACTOR) * self.blocks
+        products = self._products_numel(PROJECTIONS) * self.blocks
         return ceil((inputs + products) * self.itemsize)
 
     @property
@@ -299,10 +308,10 @@ class ForwardSizes:
     def working_nbytes(self) -> int:
         """Bytes at the larger of two moments beside what is kept: the loss, and the backward of one block."""
         live = BACKWARD_FACTOR * self._input_numel
-        live += Fraction(BACKWARD_FFN_FACTOR * self.model.ffn_multiple * self._wide, self.tensor)
+        live += Fraction((1 + self.model.gated) * self._ffn * self.tokens, self.tensor)
         if self.checkpointing:
             live += self._block_numel - self._input_numel
-            live -= self._products_numel(NEEDED_PRODUCTS_FACTOR)
+            live -= self._products_numel(0)
         if not self.last:
             return ceil(live * self.itemsize)
         width = -(-self.model.vocab_size // self.tensor)
@@ -404,6 +413,7 @@ def fit(
     micro_batch: int = 1,
     accumulation: int = 1,
     optimizer_bytes: float | StateBytes = ADAM_STATE_BYTES,
+    kept: Activations = EVERYTHING_KEPT,
 ) -> Fit:
     """Whether what ``plan`` holds fits, and with which micro batch.
 
@@ -415,6 +425,7 @@ def fit(
         micro_batch: samples per rank in one forward and backward.
         accumulation: forwards per step. With more than one, ``accumulated_nbytes`` are needed too.
         optimizer_bytes: state per element, as of ``Plan.memory``.
+        kept: of blocks, with checkpointing.
     """
     memory = plan.memory(optimizer_bytes=optimizer_bytes, footprint=machine.footprint)
     waiting = accumulated_nbytes(plan, accumulation, footprint=machine.footprint)
@@ -430,6 +441,7 @@ def fit(
             model.layers,
             checkpointing=checkpointing,
             on_device=machine.on_device,
+            kept=kept,
         ).peak_nbytes()
 
     most = 0 if model is None else MAX_MICRO_BATCH

@@ -60,7 +60,7 @@ def bubble(*, pipeline: int, micro_batches: int, interleave: int = 1) -> Fractio
 
 # Parts: what of a GPT one rank has, where tensor ranks share its layers and pipeline stages its blocks.
 #
-#     attention.qkv        rows, three strips, heads stay together     the first product of attention
+#     attention.qkv        rows, three strips, heads stay together     the first product of attention; or q, and kv
 #     attention.projection columns, heads stay together                the second: partial sums
 #     mlp.expansion        rows                                        the first product of the MLP
 #     mlp.projection       columns                                     the second: partial sums
@@ -73,6 +73,8 @@ TIED = "wte.weight"
 # Pattern of the name: dimension, strips, and whether heads stay together.
 CUTS = (
     (r"attention\.qkv\.(weight|bias)", 0, 3, True),
+    (r"attention\.q\.(weight|bias)", 0, 1, True),
+    (r"attention\.kv\.(weight|bias)", 0, 2, True),
     (r"attention\.projection\.weight", 1, 1, True),
     (r"mlp\.expansion\.(weight|bias)", 0, 1, False),
     (r"mlp\.projection\.weight", 1, 1, False),

@@ -9,13 +9,13 @@ from functools import cached_property
 
 from hpczero.errors import ConfigError
 from hpczero.job.mesh import DEGREES
-from hpczero.models.config import GPTConfig, parameter_count
+from hpczero.models.config import DecoderConfig, GPTConfig, parameter_count
 from hpczero.plan.degrees import rank_map
 from hpczero.plan.memory import STATE_TITLES
 from hpczero.plan.sent import Sent, Wire, sent_by
 from hpczero.plan.sizing import Fit, MachineSizes, fewest_ranks
 from hpczero.plan.spread import Shares, Spread
-from hpczero.predict.model import Prediction
+from hpczero.predict.model import StepRange
 
 GB, MB = 10**9, 10**6
 Cells = tuple[str, list[str]]  # a name, and a cell for each stage
@@ -41,19 +41,54 @@ def _cell(nbytes: float, scale: int) -> str:
     return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"
 
 
-def _speeds(found: Sequence[Prediction]) -> list[Cells]:
-    return [
-        ("predicted tokens/s", [f"{each.tokens_per_s:,.0f}" for each in found]),
-        ("predicted MFU", [f"{each.mfu:.1%}" for each in found]),
+def spread(found: StepRange) -> str:
+    """Fast to slow, as a user reads them; empty where both are the same."""
+    fast, slow = found.fast.step_s, found.slow.step_s
+    return "" if fast == slow else f"{fast:,.3g} - {slow:,.3g} s"
+
+
+def _speeds(found: Sequence[StepRange]) -> list[Cells]:
+    ends = [
+        ("  at the fast end", [seconds(each.fast.step_s) for each in found]),
+        ("  at the slow end", [seconds(each.slow.step_s) for each in found]),
     ]
+    return [
+        *(ends if any(map(spread, found)) else []),
+        ("predicted tokens/s", [f"{each.likely.tokens_per_s:,.0f}" for each in found]),
+        ("predicted MFU", [f"{each.likely.mfu:.1%}" for each in found]),
+    ]
+
+
+def alike(found: Sequence[StepRange], names: Sequence[str]) -> str:
+    """A sentence about which of ``names`` cannot be told from the first; empty if all can.
+
+    Args:
+        found: of each; the first is what was chosen, the others in the order of their likely step.
+        names: for the sentence; where there are many, their number is said.
+    """
+    if len(found) < 2 or not spread(found[0]):
+        return ""
+    same = [one for one in range(1, len(found)) if found[one].overlaps(found[0])]
+    if not same:
+        return "No other range of steps overlaps with that of the first."
+    said = ", ".join(names[one] for one in same[:MOST_NAMED])
+    said += f" and {len(same) - MOST_NAMED} more" if len(same) > MOST_NAMED else ""
+    slower = sum(found[one].slower(found[0]) for one in same)
+    return (
+        f"Cannot be told apart from the first, by ranges that overlap: {said}; {slower} of {len(same)} are slower at "
+        "both ends and at the likely one."
+    )
+
+
+MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
 class PlanReport:
     """All that is printed, before it is formatted.
 
-    ``config`` is None for a model of transformers, whose activations are not counted. ``predictions`` are by stage, and
-    empty if no machine is described.
+    ``config`` is None for a model of transformers of which only the parameters are known. ``predictions`` are by stage,
+    and empty if no machine is described.
     """
 
     title: str
@@ -68,7 +103,7 @@ class PlanReport:
     recommendation: str
     device: str = "cpu"
     machine_title: str = ""
-    predictions: tuple[Prediction, ...] = ()
+    predictions: tuple[StepRange, ...] = ()
     optimizer: str = "adamw"
 
     @property
@@ -88,8 +123,18 @@ class PlanReport:
 
     def _cost(self, row: Fit) -> float:
         if self.predictions:
-            return round(self.predictions[row.stage].step_s, 9)
+            return round(self.predictions[row.stage].likely.step_s, 9)
         return row.traffic.nbytes
+
+    @property
+    def alike(self) -> str:
+        """Which other stages that fit cannot be told from the best, by their times."""
+        if self.best is None or not self.predictions:
+            return ""
+        fitting = [row.stage for row in self.fits if row.fits and row is not self.best]
+        order = sorted(fitting, key=lambda stage: self.predictions[stage].likely.step_s)
+        stages = [self.best.stage, *order]
+        return alike([self.predictions[s] for s in stages], [f"stage {s}" for s in stages])
 
     def check(self, stage: int) -> None:
         """Refuse a stage that does not fit.
@@ -119,7 +164,7 @@ class PlanReport:
         def words(label: str, value: Callable[[Fit], object]) -> Cells:
             return label, [str(value(row)) for row in self.fits]
 
-        steps = ("predicted step", [seconds(found.step_s) for found in self.predictions])
+        steps = ("predicted step", [seconds(found.likely.step_s) for found in self.predictions])
         activations = nbytes(f"with micro-batch {self.micro_batch}", lambda row: row.needed_nbytes)
         batches = [
             words("largest micro-batch", lambda row: row.micro_batch or "-"),
@@ -167,7 +212,10 @@ class PlanReport:
         lines = [
             f"{label:<22}" + "".join(f"{cell:>14}" for cell in cells) for label, cells in table
         ]
-        return "\n".join([self.header(), "", *lines, "", self.recommendation, ""])
+        said = [self.recommendation, *filter(None, (self.alike,))]
+        if isinstance(self.config, DecoderConfig):
+            said.append(ESTIMATED)
+        return "\n".join([self.header(), "", *lines, "", *said, ""])
 
     def as_json(self) -> dict[str, object]:
         """The report for programs: bytes, one object for each stage."""
@@ -197,8 +245,22 @@ class PlanReport:
             **dataclasses.asdict(row),
             "memory": {**memory, "states": row.memory.states, "total": row.memory.total},
             "traffic": {**traffic, "numel": row.traffic.numel, "nbytes": row.traffic.nbytes},
-            **{name: getattr(found, name, None) for name in ("step_s", "tokens_per_s", "mfu")},
+            **_as_json(found),
         }
+
+
+ESTIMATED = (
+    "Activations and times are an estimate: as a decoder of fused kernels would have them. Modules of transformers "
+    "keep more."
+)
+
+
+def _as_json(found: StepRange | None) -> dict[str, object]:
+    if found is None:
+        return dict.fromkeys(("step_s", "step_fast_s", "step_slow_s", "tokens_per_s", "mfu"))
+    ends = {"step_fast_s": found.fast.step_s, "step_slow_s": found.slow.step_s}
+    likely = {name: getattr(found.likely, name) for name in ("step_s", "tokens_per_s", "mfu")}
+    return {**likely, **ends}
 
 
 def recommend(report: PlanReport, stage3: Callable[[int], Fit]) -> str:
@@ -236,7 +298,7 @@ def recommend(report: PlanReport, stage3: Callable[[int], Fit]) -> str:
 
 def _why(report: PlanReport, best: Fit, smallest: Fit) -> str:
     if report.predictions:
-        step_s = report.predictions[best.stage].step_s
+        step_s = report.predictions[best.stage].likely.step_s
         return f"the fastest that fits, {seconds(step_s)} a step as predicted on {report.machine_title}"
     if best.stage == smallest.stage:
         return "the smallest that fits"
@@ -258,7 +320,7 @@ class StageRow:
 
     spread: Spread
     fits: bool
-    prediction: Prediction | None = None
+    prediction: StepRange | None = None
 
     @cached_property
     def shares(self) -> Shares:
@@ -275,7 +337,7 @@ class StageRow:
     def cost(self) -> float:
         """Seconds by prediction, else bytes sent."""
         if self.prediction is not None:
-            return round(self.prediction.step_s, 9)
+            return round(self.prediction.likely.step_s, 9)
         return self.sent.total.between or self.sent.total.nbytes
 
     def as_json(self) -> dict[str, object]:
@@ -286,8 +348,7 @@ class StageRow:
             "fits": self.fits,
             "checkpointing": spread.checkpointing,
             "worst_pipeline_stage": spread.worst,
-            "step_s": found.step_s if found else None,
-            "mfu": found.mfu if found else None,
+            **_as_json(found),
             "pipeline": [
                 {
                     "first": place,
@@ -302,6 +363,10 @@ class StageRow:
                 for place, many in spread.kinds.items()
             ],
         }
+
+
+def _cost(row: StageRow) -> float:
+    return row.cost
 
 
 ADAM = STATE_TITLES["adamw"]
@@ -423,9 +488,10 @@ class LayoutReport:
         )
 
     def _predicted(self) -> list[Cells]:
-        found = [row.prediction for row in self.rows if row.prediction is not None]
-        if not found:
+        ranges = [row.prediction for row in self.rows if row.prediction is not None]
+        if not ranges:
             return []
+        found = [each.likely for each in ranges]
         times = (
             ("predicted step, s", [each.step_s for each in found]),
             ("  waiting for stages, s", [each.fill_s + each.messages_s for each in found]),
@@ -433,7 +499,7 @@ class LayoutReport:
             ("  shards, replicas, s", [each.communication_s + each.replicas_s for each in found]),
         )
         cells = [(label, [f"{value:,.3g}" for value in values]) for label, values in times]
-        return [*cells, *_speeds(found)]
+        return [*cells, *_speeds(ranges)]
 
     def _stages(self) -> str:
         """One line for each kind of pipeline stage, at the ZeRO stage that is recommended, else at the last."""
@@ -466,13 +532,20 @@ class LayoutReport:
             )
         why = "sends least between nodes"
         if best.prediction is not None:
-            step_s = best.prediction.step_s
+            step_s = best.prediction.likely.step_s
             why = f"is the fastest that fits, {step_s:,.3g} s a step as predicted on {self.machine_title}"
         how = "with" if best.spread.checkpointing else "without"
         return (
             f"Use stage {best.spread.stage}, which {why}: {gigabytes(best.shares.total)} of "
-            f"{gigabytes(self.memory_nbytes)} per rank {how} activation checkpointing."
+            f"{gigabytes(self.memory_nbytes)} per rank {how} activation checkpointing.{self._alike()}"
         )
+
+    def _alike(self) -> str:
+        others = sorted((row for row in self.rows if row.fits and row is not self.best), key=_cost)
+        rows = [row for row in (self.best, *others) if row is not None]
+        ranges = [row.prediction for row in rows if row.prediction is not None]
+        said = alike(ranges, [f"stage {row.spread.stage}" for row in rows])
+        return f" {said}" if said else ""
 
     def as_json(self) -> dict[str, object]:
         """The report for programs: bytes, seconds, one object for each ZeRO stage."""

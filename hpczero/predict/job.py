@@ -48,6 +48,8 @@ class Job(Spread):
                 f"ranks: got {self.ranks}, expected a multiple of the {self.ranks_per_node} ranks of a node of "
                 f"{self.machine.name}, or fewer than that"
             )
+        nodes = -(-self.ranks // self.ranks_per_node)
+        object.__setattr__(self, "machine", self.machine.reaching(nodes))  # frozen
 
     @classmethod
     def of(cls, spread: Spread, machine: Machine, **more: Any) -> Job:
@@ -91,6 +93,11 @@ class Job(Spread):
             machine=machine,
             **more,
         )
+
+    @property
+    def again(self) -> bool:
+        """Whether backward computes products again; selective checkpointing keeps what they give."""
+        return self.checkpointing and self.kept.checkpointing != "selective"
 
     @property
     def norms_cut(self) -> int:

@@ -30,12 +30,16 @@ PASSES = {
 # Bytes read and written for one element of Adam: gradient, and parameter, momentum, variance both ways, all fp32; and
 # one read of the gradient for its norm.
 UPDATE_BYTES = 4 + 3 * 8 + 4
+TIMES = ("latency", "host", "dispatch")  # how numbers end that are seconds
 TIER_RATES = ("disk_read", "disk_write", "host_read", "host_write")
 
 
 @dataclass(frozen=True)
 class Machine:
     """A machine by its data sheet. Rates are per second and one way, in bytes or FLOPs; times are in seconds.
+
+    Ranks of a node use its NICs evenly. Where ``nics_of_rank`` is given, a rank uses so many, those next to it, and the
+    NIC with most ranks binds. Switches are a tree: of nodes that one leaf connects, then of as many leaves, and so on.
 
     Attributes:
         name, title: name of the file; name in tables.
@@ -47,7 +51,11 @@ class Machine:
         memory_rate: rate of one rank's memory.
         dispatch: seconds that it takes to start one operation.
         node_rate, node_latency: between ranks of a node, for one rank.
-        nics, nic_rate, nic_latency: between nodes; all ranks of a node share its ``nics``.
+        nics, nic_rate, nic_latency: between nodes; all ranks of a node share its ``nics``. The latency is through one
+            switch.
+        nics_of_rank: NICs that one rank uses; 0: all of its node's.
+        hop_latency, leaf_nodes: of each switch beyond the first; nodes that share a leaf. 0: all is within one latency.
+        overlap: share of what could hide behind computing that does.
         round_host, message_host: seconds of the host for one round of messages between nodes, and for each message sent
             and received in it; 0: not charged, as where a measured rate between nodes holds them already.
         sum_host: seconds of the host for one launch of a device's kernel for sums; 0: not charged.
@@ -56,7 +64,11 @@ class Machine:
         host_update: elements per second that the host updates for one rank, while a device computes; 0: not known.
         host_memory: bytes of memory of the host for one rank's tier; 0: not known.
         fresh_rate: bytes per second of memory that the kernel hands out anew; 0: no time is counted for that.
+        imbalance: share of forward and backward that ranks wait for each other beside what links take; 0: not charged.
+        update_rate: rate of memory in an update; 0: as in everything else.
+        step_host: seconds of the host for a step beside its parts, such as reading a batch; 0: not charged.
         shares_memory: whether ranks of a node read each other's memory: transport ``window``.
+        bounds: of numbers that sources disagree about: the lowest and the highest of them.
         sources: source of every number, by its name.
     """
 
@@ -84,7 +96,15 @@ class Machine:
     host_update: float = 0.0
     host_memory: float = 0.0
     fresh_rate: float = 0.0
+    nics_of_rank: int = 0
+    hop_latency: float = 0.0
+    leaf_nodes: int = 0
+    overlap: float = 1.0
+    imbalance: float = 0.0
+    update_rate: float = 0.0
+    step_host: float = 0.0
     shares_memory: bool = False
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
@@ -95,7 +115,30 @@ class Machine:
     @property
     def rail_rate(self) -> float:
         """Bytes per second of one rank between nodes, when all ranks of its node send."""
+        if self.nics_of_rank:
+            ranks_of_nic = -(-self.ranks_per_node * self.nics_of_rank // self.nics)
+            return self.nics_of_rank * self.nic_rate / ranks_of_nic
         return self.nics * self.nic_rate / self.ranks_per_node
+
+    def reaching(self, nodes: int) -> Machine:
+        """The machine whose latency between nodes is that between the farthest two of so many."""
+        if not self.hop_latency or nodes <= self.leaf_nodes:
+            return self
+        levels = math.ceil(math.log(nodes, max(self.leaf_nodes, 2)) - 1e-9)
+        more = 2 * (levels - 1) * self.hop_latency
+        bounds = {name: (low, high) for name, (low, high) in self.bounds.items()}
+        if (near := bounds.get("nic_latency")) is not None:
+            bounds["nic_latency"] = near[0] + more, near[1] + more
+        longer = self.nic_latency + more
+        return dataclasses.replace(self, nic_latency=longer, hop_latency=0.0, bounds=bounds)
+
+    def at_end(self, *, slow: bool) -> Machine:
+        """The machine at the slow or the fast end of all its bounds; times are slow where they are high."""
+        ends = {
+            name: high if slow == name.endswith(TIMES) else low
+            for name, (low, high) in self.bounds.items()
+        }
+        return dataclasses.replace(self, **ends)  # type: ignore[arg-type]  # numbers all
 
     def tier_rates(self, medium: str) -> tuple[float, float]:
         """Bytes per second that one rank reads from a tier on ``medium`` and writes to it; 0 where not known."""
@@ -175,7 +218,7 @@ class Roofline:
 
     def update_s(self, numel: int) -> float:
         """Seconds at the memory's rate."""
-        return numel * UPDATE_BYTES / self.machine.memory_rate
+        return numel * UPDATE_BYTES / (self.machine.update_rate or self.machine.memory_rate)
 
     def sum_s(self, blocks: int, numel: int) -> float:
         """Seconds at the memory's rate."""
@@ -210,16 +253,24 @@ def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
     except ValueError as error:  # not UTF-8, or no TOML
         raise ConfigError(f"{path}: is not TOML: {error}") from error
     sources: dict[str, str] = {}
+    bounds: dict[str, tuple[float, float]] = {}
 
     def number(where: str, entry: Any) -> Any:  # Any: what TOML holds
-        if not isinstance(entry, dict) or entry.keys() != {"value", "source"}:
+        known = ({"value", "source"}, {"low", "value", "high", "source"})
+        if not isinstance(entry, dict) or entry.keys() not in known:
             raise ConfigError(
                 f"{path}: {where}: got {entry!r}, expected a value and its source, as in "
-                '{ value = 1e9, source = "data sheet" }'
+                '{ value = 1e9, source = "data sheet" }, perhaps with low and high'
             )
-        if not isinstance(entry["value"], (int, float)) or not entry["value"] > 0:
-            raise ConfigError(f"{path}: {where}: got {entry['value']!r}, expected a number above 0")
+        numbers = [entry[name] for name in ("low", "value", "high") if name in entry]
+        for each in numbers:
+            if not isinstance(each, (int, float)) or not each > 0:
+                raise ConfigError(f"{path}: {where}: got {each!r}, expected a number above 0")
+        if numbers != sorted(numbers):
+            raise ConfigError(f"{path}: {where}: got {numbers}, expected low <= value <= high")
         sources[where] = str(entry["source"])
+        if len(numbers) > 1:
+            bounds[where] = float(entry["low"]), float(entry["high"])
         return entry["value"]
 
     title, given = str(table.pop("title", path.stem)), table.pop("peak", {})
@@ -234,7 +285,8 @@ def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
     fields = dataclasses.fields(Machine)
     needed = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
     missing = needed - values.keys() - {"name", "title", "peak"}
-    unknown = values.keys() - ({f.name for f in fields} - {"name", "title", "peak", "sources"})
+    beside = {"name", "title", "peak", "bounds", "sources"}
+    unknown = values.keys() - ({f.name for f in fields} - beside)
     if missing or unknown or not peak:
         said = [f"missing {', '.join(sorted(missing))}"] if missing else []
         said += [f"unknown {', '.join(sorted(unknown))}"] if unknown else []
@@ -246,6 +298,7 @@ def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
         name=path.stem,
         title=title,
         peak={key: number(f"peak.{key}", entry) for key, entry in peak.items()},
+        bounds=bounds,
         sources=sources,
         **values,
     )
@@ -420,6 +473,7 @@ def machine_of(
         title: for reports.
     """
     between = measured.between or measured.exchange or measured.memory_rate
+    tiers: dict[str, Any] = {name: getattr(measured, name) or 0.0 for name in TIER_RATES}
     return Machine(
         name="host",
         title=title,
@@ -439,5 +493,5 @@ def machine_of(
         fresh_rate=measured.fresh or 0.0,
         shares_memory=True,
         sources={"all": "measured by hpczero.probe"},
-        **{name: getattr(measured, name) or 0.0 for name in TIER_RATES},
+        **tiers,
     )

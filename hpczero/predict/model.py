@@ -229,7 +229,7 @@ class Prediction:
         context_s: of ranks that share tokens, all micro-batches.
         messages_s: to and from other stages, all micro-batches.
         fill_s: time in which the stage has nothing to do.
-        communication_s: exchange of shards that nothing hides.
+        communication_s: exchange of shards that nothing hides, and waits of ranks for each other.
         hidden_s: exchange of shards behind forward and backward.
         replicas_s: sums of reduced gradients over replicas, and of tied weights over stages.
         update_s: norm of the gradient, optimizer.
@@ -262,7 +262,8 @@ class Prediction:
         """The whole step."""
         computing = self.forward_s + self.backward_s + self.update_s + self.fill_s
         activations = self.sums_s + self.context_s + self.messages_s
-        return computing + self.communication_s + self.tier_s + self.replicas_s + activations
+        waits = self.communication_s + self.tier_s + self.replicas_s + activations
+        return computing + waits + self.job.machine.step_host
 
     @property
     def computing_s(self) -> float:
@@ -302,6 +303,7 @@ def predict(job: Job) -> Prediction:
     forward_s = times * slowest.forward_s
     backward_s = times * slowest.backward_s + slowest.adding_s
     exposed = max(stage.exchanged.exposed_s for stage in stages)
+    waits = job.machine.imbalance * (job.ranks > 1)
     update_s = max(stage.update_s for stage in stages)
     tier = tier_times(slowest.job, forward_s, backward_s + exposed, update_s)
     costs = [(stage.exchanged.cost, stage.replicas) for stage in stages]
@@ -313,7 +315,7 @@ def predict(job: Job) -> Prediction:
         context_s=times * slowest.context_s,
         messages_s=times * slowest.messages_s,
         fill_s=(everybody - slowest.turn_s) / job.interleave,
-        communication_s=exposed,
+        communication_s=exposed + (forward_s + backward_s) * waits,
         hidden_s=max(stage.exchanged.hidden_s for stage in stages),
         replicas_s=max(stage.replicas_s for stage in stages),
         update_s=update_s,
@@ -323,6 +325,35 @@ def predict(job: Job) -> Prediction:
         messages=round(max(shards.messages + replicas.messages for shards, replicas in costs)),
         launches=round(max(shards.launches + replicas.launches for shards, replicas in costs)),
     )
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """One step, foretold thrice: at the fast end of what sources say of its machine, as is likely, at the slow end."""
+
+    fast: Prediction
+    likely: Prediction
+    slow: Prediction
+
+    @classmethod
+    def around(cls, likely: Prediction) -> StepRange:
+        """The step at both ends; the same where its machine has no bounds."""
+        job, machine = likely.job, likely.job.machine
+        if not machine.bounds:
+            return cls(likely, likely, likely)
+        ends = (machine.at_end(slow=slow) for slow in (False, True))
+        fast, slow = (predict(replace(job, machine=end)) for end in ends)
+        return cls(fast, likely, slow)
+
+    def overlaps(self, other: StepRange) -> bool:
+        """Whether some step of the one takes as long as some of the other."""
+        first, second = (self.fast, self.slow), (other.fast, other.slow)
+        return first[0].step_s <= second[1].step_s and second[0].step_s <= first[1].step_s
+
+    def slower(self, other: StepRange) -> bool:
+        """Whether it is slower at both ends and likely so: what is not known of the machine is the same for both."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return all(mine.step_s > others.step_s for mine, others in pairs)
 
 
 class StageTime:
@@ -341,12 +372,18 @@ class StageTime:
     @cached_property
     def backward_s(self) -> float:
         """The same in backward, with what is computed again."""
-        again = self._block[0] if self.job.checkpointing else 0.0
         head = head_s(self.job, True) if self._part.last else 0.0
         if self._part.first and not self._part.last:  # the table's gradient into the flat buffer
             table = max((each.local_numel for each in self._part.placements[:1]), default=0)
             head += 2 * table * self.job.work.element_s("copy", backward=False)
-        return self._part.blocks * (self._block[1] + again) + head
+        return self._part.blocks * (self._block[1] + self._again) + head
+
+    @cached_property
+    def _again(self) -> float:
+        """What backward computes of a block once more."""
+        if not self.job.checkpointing:
+            return 0.0
+        return self._block[0] if self.job.again else block_s(self.job, False, products=False)
 
     @cached_property
     def _block(self) -> tuple[float, float]:
@@ -368,7 +405,7 @@ class StageTime:
     def sums_s(self) -> float:
         """Sums of tensor ranks, forward and backward."""
         span = self.job.span(self.job.place, "tensor")
-        sums = (SUMS + 2 * self.job.checkpointing) * self._part.blocks
+        sums = (SUMS + 2 * self.job.again) * self._part.blocks
         sums += self._part.first + self._part.last
         nbytes = self.job.tokens * self.job.model.hidden * self.job.itemsize
         return 2 * sums * self._blocks_s(span, nbytes / span.size, ring=True)
@@ -378,7 +415,7 @@ class StageTime:
         """Exchanges of attention, forward and backward."""
         span = self.job.span(self.job.place, "sequence")
         numel = self.job.tokens * self.job.model.hidden // self.job.mesh.tensor
-        times = (EXCHANGES + EXCHANGES // 2 * self.job.checkpointing) * self._part.blocks
+        times = (EXCHANGES + EXCHANGES // 2 * self.job.again) * self._part.blocks
         return times * self._blocks_s(span, numel / span.size * self.job.itemsize)
 
     @cached_property
@@ -392,8 +429,7 @@ class StageTime:
     def exchanged(self) -> Exchanged:
         """Of a step: the exchange of shards."""
         sums = (self.sums_s + self.context_s) / (3 * max(self._part.blocks, 1))
-        again = self._block[0] if self.job.checkpointing else 0.0
-        forward, backward = self._block[0] + sums, self._block[1] + again + 2 * sums
+        forward, backward = self._block[0] + sums, self._block[1] + self._again + 2 * sums
         head = head_s(self.job, True) if self._part.last else 0.0
         return Network(self.job).exchanged(forward, backward, head)
 
@@ -457,36 +493,51 @@ class StageTime:
         return seconds + (blocks - far) * (machine.node_latency + nbytes / machine.node_rate)
 
 
-def block_s(job: Job, backward: bool) -> float:
+GATED_PASSES = 2.5  # of a GELU: those of a gate, and of its product with the values
+
+
+def block_s(job: Job, backward: bool, *, products: bool = True) -> float:
     """Seconds of one block: its products, attention, memory-bound passes, and the start of each operation."""
     work, tokens, model = job.work, job.tokens, job.model
-    hidden, ffn, cut = model.hidden, model.ffn_multiple * model.hidden, job.mesh.tensor
-    whole = hidden // job.norms_cut
-    products = [
-        (tokens, hidden, 3 * hidden // cut),
-        (tokens, hidden // cut, hidden),
-        (tokens, hidden, ffn // cut),
-        (tokens, ffn // cut, hidden),
-    ]
-    seconds = _products_s(work, products, backward)
-    seconds += work.attention_s(tokens, job.length, hidden // cut, backward=backward)
+    hidden, cut = model.hidden, job.mesh.tensor
+    query, read = model.query_width // cut, (model.query_width + 2 * model.key_width) // cut
+    whole, wide = hidden // job.norms_cut, model.active * model.ffn_width // cut
+    seconds = 0.0
+    if products:
+        seconds = _products_s(work, [(tokens, hidden, read), (tokens, query, hidden)], backward)
+        seconds += _mlp_s(job, backward)
+        seconds += work.attention_s(tokens, job.length, query, backward=backward)
     numel = {
         "norm": 2 * whole,
-        "gelu": ffn // cut,
+        "gelu": round(wide * (GATED_PASSES if model.gated else 1)),
         "add": 2 * whole,
         "fork": 2 * whole,
-        "bias": (3 * hidden + ffn) // cut + 2 * whole,
-        "copy": (4 if backward else 1) * hidden // cut,  # heads back beside each other; q, k, v
+        "bias": 0 if model.gated else read + wide + 2 * whole,
+        "copy": read + query if backward else query,  # heads back beside each other; q, k, v
     }
+    if model.experts > 1:  # tokens in the order of experts, and back
+        numel["copy"] += 2 * model.active * hidden
     if model.positions == "rotary":
         # q and k: four products and two sums of halves, put side by side; in backward as much for each factor
-        numel["copy"] += (16 if backward else 8) * hidden // cut
+        numel["copy"] += (8 if backward else 4) * (model.query_width + model.key_width) // cut
     for kind, per_token in numel.items():
         seconds += tokens * per_token * work.element_s(kind, backward=backward)
     if backward:  # gradients go into the flat buffer
         unit = next(unit for unit in job.plan.units if not unit.is_root)
         seconds += unit.layout.numel * _flat_copy_s(job)
     return seconds + (BACKWARD_CALLS if backward else FORWARD_CALLS) * work.dispatch_s
+
+
+def _mlp_s(job: Job, backward: bool) -> float:
+    """Seconds of the MLP's products; of experts each has as many tokens."""
+    work, model, tokens = job.work, job.model, job.tokens
+    ffn, hidden = model.ffn_width // job.mesh.tensor, model.hidden
+    mine = max(tokens * model.active // model.experts, 1)
+    of_one = [(mine, hidden, (1 + model.gated) * ffn), (mine, ffn, hidden)]
+    seconds = model.experts * _products_s(work, of_one, backward)
+    if model.experts > 1:
+        seconds += _products_s(work, [(tokens, hidden, model.experts)], backward)
+    return seconds
 
 
 def head_s(job: Job, backward: bool) -> float:

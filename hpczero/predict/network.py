@@ -275,7 +275,8 @@ class Network:
             # In half precision the next forward waits for each unit, where no other rank sees its memory.
             late = hides and job.plan.precision.has_masters and footprint.copies == 1
             exposed += _not_hidden(seconds, block_f, 0.0) if late else Cost.of_all(after).seconds
-        return Exchanged(exposed, whole)
+        hidden = max(whole.seconds - exposed, 0.0)
+        return Exchanged(exposed + (1 - self._machine.overlap) * hidden, whole)
 
     def _gather_of(self, unit: UnitSpec) -> Cost:
         """The gather for forward; with a second shard the mean over micro-batches, of which one is far."""

@@ -104,7 +104,10 @@ def layouts_text(ranks: int) -> str:
         "",
     ]
     for name in machine_names():
-        found = best_layouts(load_machine(name), ranks)
+        machine = load_machine(name)
+        if machine.shares_memory:  # no devices: nothing so large is trained there
+            continue
+        found = best_layouts(machine, ranks)
         if not found:
             lines.append(f"- {name}: none fits.")
             continue

@@ -166,6 +166,10 @@ TABLE = {
     "python -m hpczero.plan --auto": Verdict(
         after="--model gpt2 --ranks 8 --machine dgx-h100", shows="to pin it"
     ),
+    # tests/predict/test_calibrated.py: the runs are a reader's
+    "python -m hpczero.plan --calibrate runs/x runs/y --machine dgx-h100 --out here.toml": Verdict(
+        "elsewhere"
+    ),
     "python -m hpczero.plan --machine": Verdict(
         after="dgx-h100 --model gpt2 --ranks 8", shows="predicted step"
     ),

@@ -21,6 +21,7 @@ from hpczero.models import (
     parameter_count,
     parameter_shapes,
 )
+from hpczero.models.config import DecoderConfig
 
 SMALL = GPTConfig(vocab_size=11, context=7, layers=3, hidden=12, heads=3, ffn_multiple=2)
 
@@ -98,3 +99,55 @@ def test_presets_need_no_torch() -> None:
         "assert not {'torch', 'numpy', 'mpi4py'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- decoders of transformers, counted without building them
+
+DECODED: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {},
+    "MistralConfig": {"head_dim": 16},
+    "MixtralConfig": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2Config": {"tie_word_embeddings": True},
+    "Qwen3Config": {"head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("kind", DECODED)
+def test_decoders_have_the_parameters_and_flops_that_transformers_and_torch_count(
+    kind: str,
+) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    theirs = getattr(transformers, kind)(**{**sizes, **DECODED[kind]})
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="eager")
+    ours = DecoderConfig.from_hugging_face(theirs.to_dict())
+    assert parameter_count(ours) == sum(weight.numel() for weight in made.parameters())
+    if ours.experts > 1:  # which tokens pass an expert is not known without values
+        dense = dataclasses.replace(ours, experts=1, active=1)
+        router = 6 * ours.layers * ours.experts * ours.hidden
+        other = 6 * ours.layers * 3 * ours.hidden * ours.ffn
+        assert flops_per_token(ours) == flops_per_token(dense) + router + other
+        return
+    with FlopCounterMode(display=False) as counter:
+        made(input_ids=torch.zeros((2, 32), dtype=torch.long, device="meta"))
+    matrices = counter.get_total_flops() / (2 * 32)
+    vectors = sum(w.numel() for w in made.parameters() if w.dim() == 1)
+    assert flops_per_token(ours) == pytest.approx(3 * matrices + 6 * vectors, rel=1e-9)
+
+
+def test_a_config_of_another_model_is_refused_by_name() -> None:
+    for found, message in (
+        ({"model_type": "gpt_neox"}, "model_type is 'gpt_neox', expected one of llama, mistral"),
+        ({"model_type": "llama", "vocab_size": 3}, "max_position_embeddings, .* missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DecoderConfig.from_hugging_face(found)

@@ -15,7 +15,7 @@ from hpczero.predict.machine import load_machine
 from hpczero.predict.model import Prediction, predict
 from hpczero.predict.network import Network
 
-MACHINE = load_machine("dgx-a100")
+MACHINE = dataclasses.replace(load_machine("dgx-a100"), overlap=1.0)
 MODEL = GPTConfig(vocab_size=1024, context=128, layers=8, hidden=512, heads=8)
 
 

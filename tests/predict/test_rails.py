@@ -202,3 +202,36 @@ def test_what_is_charged_is_what_was_measured(row: dict[str, float]) -> None:
     assumed = 20e-6 * row["kernels"] + H100.dispatch * row["operations"]
     measured = row["gather_s"] + row["exchange_s"]
     assert found.host_s - assumed == pytest.approx(measured, rel=0.25)
+
+
+# --- several NICs, and switches
+
+
+def test_a_rank_with_nics_of_its_own_shares_them_with_as_many_as_use_them() -> None:
+    """Six ranks, four NICs, one of them next to each rank: two NICs serve two ranks each, and bind."""
+    shared = dataclasses.replace(H100, ranks_per_node=6, nics=4, nic_rate=12e9, nics_of_rank=0)
+    assert shared.rail_rate == pytest.approx(4 * 12e9 / 6)
+    assert dataclasses.replace(shared, nics_of_rank=1).rail_rate == pytest.approx(12e9 / 2)
+    assert dataclasses.replace(shared, nics_of_rank=2).rail_rate == pytest.approx(2 * 12e9 / 3)
+    near = dataclasses.replace(shared, nics_of_rank=1)
+    slow, fast = (free(each) for each in (near, shared))
+    nbytes = 50 * MIB
+    times = [
+        rails(each, nodes=2).gather(nbytes).seconds - H100.nic_latency for each in (slow, fast)
+    ]
+    assert times[0] / times[1] == pytest.approx(8 / 6, rel=0.02)
+
+
+def test_each_level_of_switches_adds_two_hops_to_the_latency_of_a_job() -> None:
+    tree = dataclasses.replace(H100, leaf_nodes=16, hop_latency=1e-6)
+    added = [tree.reaching(nodes).nic_latency - H100.nic_latency for nodes in (1, 16, 17, 256, 257)]
+    assert added == pytest.approx([0, 0, 2e-6, 2e-6, 4e-6])
+    small, large = (Job.plain(SMALL, tree, ranks, 3, "bf16", 1) for ranks in (128, 136))
+    assert small.machine.nic_latency == H100.nic_latency
+    assert large.machine.nic_latency == pytest.approx(H100.nic_latency + 2e-6)
+    again = dataclasses.replace(large, stage=2)
+    assert again.machine.nic_latency == large.machine.nic_latency
+    assert (
+        predict(large).communication_s
+        > predict(dataclasses.replace(large, machine=H100)).communication_s
+    )
