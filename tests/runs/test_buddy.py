@@ -29,8 +29,8 @@ sys.addaudithook(note)
 from hpczero.errors import run
 from hpczero.run.checkpoints import RunCheckpoints
 after = RunCheckpoints.after_step
-def after_step(self, done, *args):
-    after(self, done, *args)
+def after_step(self, done, *args, **more):
+    after(self, done, *args, **more)
     if done == dies_after:
         os.kill(os.getpid(), signal.SIGKILL)
 RunCheckpoints.after_step = after_step

@@ -235,8 +235,8 @@ from hpczero.errors import run
 from hpczero.run.checkpoints import RunCheckpoints
 from hpczero.train import main
 after_step = RunCheckpoints.after_step
-def dies(self, done, *rest):
-    after_step(self, done, *rest)
+def dies(self, done, *rest, **more):
+    after_step(self, done, *rest, **more)
     if done == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 RunCheckpoints.after_step = dies

@@ -62,9 +62,9 @@ def taken_from(
 
 
 def check_clocks(
-    named: list[tuple[str, float, float]], clocks: dict[int, dict[str, float]]
+    named: list[tuple[str, float, float]], clocks: dict[int, dict[str, float]], within: float
 ) -> None:
-    """The parts of each step in the trace are the clocks of ``clocks``, and cover the step within 2 %.
+    """The parts of each step in the trace are the clocks of ``clocks``, and cover the step, but for a share of it.
 
     One of the steps is enough: another program may interrupt a rank between two clocks.
     """
@@ -75,7 +75,7 @@ def check_clocks(
         apart.setdefault("sum", []).append(1 - sum(ms.values()) / whole)
         for part, found in {**ms, "step": whole}.items():
             apart.setdefault(part, []).append(abs(found - expected.get(part, found)) / whole)
-    assert all(min(found) < 0.02 for found in apart.values()), apart
+    assert all(min(found) < within for found in apart.values()), apart
 
 
 @pytest.mark.mpi
@@ -123,8 +123,13 @@ def test_profiled_steps_leave_a_trace_of_each_rank_and_a_page_whose_sums_agree(
     for number in range(FIRST, LAST + 1):
         watch = taken[number].watch
         clocks[number] = {"step": taken[number].step_s * 1e3, **{p: watch.ms(p) for p in PARTS}}
-    check_clocks(named, clocks)
-    check_names(found, named)
+    wrong = ""
+    try:
+        check_clocks(named, clocks, within=0.2)  # of steps of 30 ms
+        check_names(found, named)
+    except AssertionError as error:
+        wrong = str(error)
+    world.check(not wrong, wrong)
     world.on_root(check_page, world.folder, [c["step"] for c in clocks.values()], held)
 
 
@@ -180,7 +185,7 @@ def test_profile_of_a_run_says_what_its_metrics_say_and_changes_no_loss(tmp_path
         for m in measured[FIRST - 1 : LAST]
     }
     named = spans(events(tmp_path / "r", 0))
-    check_clocks(named, clocks)
+    check_clocks(named, clocks, within=0.02)
     assert [name for name, _, _ in named].count("checkpoint") == len(clocks)
     before = losses(tmp_path)
     train(tmp_path, run__overwrite="true", **sizes).ended()
