@@ -59,13 +59,14 @@ def logged(path: Path) -> Iterator[bytes]:
 def in_wandb(folder: Path) -> tuple[str, dict[int, dict[str, float]]]:
     """Id of the run, and the figures of each step, from the newest start."""
     import wandb
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto import wandb_internal_pb2
 
+    protocol: Any = wandb_internal_pb2  # made when it is imported
     wandb.teardown()  # as at the end of a process: its own process writes the last records then
     (path,) = (folder / "wandb" / "latest-run").glob("*.wandb")
     found: dict[int, dict[str, float]] = {}
     for data in logged(path):
-        record = Record()
+        record = protocol.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             named = {item.key or item.nested_key[0]: item for item in record.history.item}
