@@ -53,8 +53,9 @@ def how_to_train(path: Path) -> str:
     fault = _fault(manifest)
     if fault:
         return (
-            f"hpczero.train cannot train it: {fault}; hpczero.checkpoint.load brings it into a model of your own that "
-            "has these names and shapes"
+            f"no preset of hpczero.train is it: {fault}; --model.factory hpczero.hf.adapter:causal_lm trains models of "
+            "Hugging Face folders, and hpczero.checkpoint.load brings it into a model of your own that has these names "
+            "and shapes"
         )
     place = path.parent.parent if path.parent.name == folder.CHECKPOINTS else path.parent
     words = ["python", "-m", "hpczero.train", "--run.name", f"{place.resolve().name}-trained"]
