@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
+from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.foreign import dcp_writing
 from hpczero.checkpoint.foreign.converting import convert
@@ -165,7 +166,9 @@ def test_chunks_of_columns_are_one_tensor_and_a_lost_one_is_named(tmp_path: Path
         writer.finish(replace(metadata, planner_data=planner.mappings), [results])
     path = convert(tmp_path / "whole", tmp_path / "run")
     assert torch.equal(stored(path, "/state/master", "weight"), value)
-    with pytest.raises(CheckpointError, match=r"'model.weight': its chunks have 15 of 35 elements"):
+    with pytest.raises(
+        CheckpointError, match=r"'model.weight': its chunks overlap.*15 of 35 elements"
+    ):
         convert(tmp_path / "lost", tmp_path / "other")
     assert not list((tmp_path / "other").glob("step-*"))
 
@@ -188,7 +191,9 @@ def test_a_pickle_that_runs_a_program_is_refused_by_name_and_runs_nothing(tmp_pa
         (i, p) for i, p in told.storage_data.items() if i.fqn.endswith("embed.weight")
     )
     (folder / ".metadata").write_bytes(pickle.dumps([told, poison]))
-    with pytest.raises(CheckpointError, match=r"\.metadata: names posix.system.* nothing was run"):
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata: names 'posix.system'.* nothing was run"
+    ):
         convert(folder, tmp_path / "run")
     data = io.BytesIO()
     torch.save(poison, data)
@@ -264,3 +269,44 @@ def test_all_ranks_write_and_read_what_one_would(
                 d.digests for d in many.manifest.datasets
             ]
     world.check(world.rank or same)
+
+
+def saved(folder: Path, content: dict[str, Any]) -> Path:
+    """What stock torch writes of ``content``."""
+    torch_save(content, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_what_an_import_would_mix_or_lose_is_refused_by_name(tmp_path: Path) -> None:
+    values = {"w": torch.ones(4)}
+    state = {"state": {"w": {"exp_avg": torch.ones(4), "step": torch.tensor(2.0)}}}
+    group: dict[str, Any] = {"param_groups": [{"params": ["w"], "lr": 0.1}]}
+    for name, content, said in (
+        ("models", {"a": {"model": values}, "b": {"model": values}}, "several models"),
+        ("both", {"model": values, "o": state | group, "p": state | group}, "o, p"),
+        ("int", {"model": values, "o": {"state": {"w": {"step": 2}}} | group}, "no tensor"),
+    ):
+        folder = saved(tmp_path / name, content)
+        with pytest.raises(CheckpointError, match=said):
+            convert(folder, tmp_path / f"{name}-run")
+    saved(tmp_path / "extra", {"model": {**values, "_extra_state": torch.ones(2)}})
+    path = convert(tmp_path / "extra", tmp_path / "extra-run")
+    assert [row.name for row in read_manifest(path).table.rows] == ["w"]
+
+
+def test_chunks_that_are_not_what_the_metadata_say_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "theirs", {"model": {"w": torch.ones(4), "v": torch.ones(9)}})
+    told = pickle.loads((folder / ".metadata").read_bytes())
+
+    def refused(said: str, **change: Any) -> None:
+        tensors = {**told.state_dict_metadata, "model.w": replace(whole, **change)}
+        (folder / ".metadata").write_bytes(pickle.dumps(replace(told, state_dict_metadata=tensors)))
+        with pytest.raises(CheckpointError, match=said):
+            convert(folder, tmp_path / "run")
+
+    whole = told.state_dict_metadata["model.w"]
+    (chunk,) = whole.chunks
+    refused("overlap or leave gaps", chunks=[chunk, chunk])
+    larger = torch.Size([40])
+    refused(r"is \(4,\)", size=larger, chunks=[replace(chunk, sizes=larger)])
+    refused("torch.bfloat16", properties=replace(whole.properties, dtype=torch.bfloat16))

@@ -47,11 +47,12 @@ from hpczero.checkpoint.foreign.weight_files import (
 )
 from hpczero.errors import CheckpointError
 from hpczero.files.direct import read_into
-from hpczero.files.regular import is_there, opened, read_bytes
+from hpczero.files.regular import is_there, opened, read_bytes, shown
 
 METADATA = ".metadata"
 MOST_NBYTES = 2**40  # of it
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict")
+EXTRA = "_extra_state"  # what get_extra_state() gave
 
 Key = tuple[str | int, ...]
 
@@ -86,9 +87,10 @@ class _Metadata(pickle.Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         if f"{module}.{name}" not in _ADMITTED:
+            named = shown(f"{module}.{name}")
             raise CheckpointError(
-                f"{self._file}: names {module}.{name}, which is no part of a checkpoint and may run a program; nothing "
-                "was run. Do not use this checkpoint, unless its maker can say why that is there"
+                f"{self._file}: names {named}, which is no part of a checkpoint and may run a program; "
+                "nothing was run. Do not use this checkpoint, unless its maker can say why that is there"
             )
         return _ADMITTED[f"{module}.{name}"]
 
@@ -164,11 +166,20 @@ class _Entry:
         """The tensor without its values, whose storage says where they are."""
         with FakeTensorMode():
             found: Tensor = self.value()
+        with self._part() as (_, part), zipfile.ZipFile(part) as archive:
+            held = [info.file_size for info in archive.infolist() if "/data/" in info.filename]
+            if held != [found.untyped_storage().nbytes()]:
+                raise ValueError(f"its values take {held} bytes, and its storage says otherwise")
         return found
 
-    def box(self, box: Box) -> Tensor:
-        """A box of the tensor, with slices of all dimensions. Raises CheckpointError."""
+    def box(self, box: Box, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A box of the tensor of this shape and dtype, with slices of all dimensions. Raises CheckpointError."""
         fake = self._fake
+        if (tuple(fake.shape), fake.dtype) != (shape, dtype):
+            raise CheckpointError(
+                f"{self._file}: {self._key!r} is {tuple(fake.shape)} {fake.dtype} there, and {METADATA} says {shape} "
+                f"{dtype}; copy the folder again, or save it anew"
+            )
         if not fake.is_contiguous():
             return cast("Tensor", self.value()[box])
         begin = self._begin + (fake.untyped_storage()._checkpoint_offset or 0)
@@ -208,37 +219,66 @@ class DcpFolder(Collected):
                 is_tensor = isinstance(kind, metadata.TensorStorageMetadata)
                 way = tuple((told.planner_data or {}).get(name, (name,)))
                 index = metadata.MetadataIndex(name)
+                if not way or not (is_tensor or index in self._entries):
+                    raise ValueError(f"{name!r} lies nowhere")
                 values[way] = self._held(path, name, kind) if is_tensor else self._entries[index]
-        roles = {way: _role(way) for way in values}
+            roles = {way: _role(way) for way in values}
         tensors = {way: held for way, held in values.items() if isinstance(held, HeldTensor)}
         parents = list(dict.fromkeys(way[:-1] for way in tensors if not roles[way]))
-        named = [one for one in parents if one and one[-1] in MODEL_KEYS]
+        named = sorted((one for one in parents if one and one[-1] in MODEL_KEYS), key=len)
+        models = [one for one in named if len(one) == len(named[0])]
+        optimizers = sorted({_above(way) for way, role in roles.items() if role and with_state})
+        for several, remedy in (
+            (models, "save each into a folder of its own"),
+            (optimizers, "save each into a folder of its own, or give --optimizer None"),
+        ):
+            if len(several) > 1:
+                ways = some([".".join(map(str, way)) for way in several])
+                raise CheckpointError(
+                    f"{path}: holds several models or optimizers ({ways}), and an import makes one checkpoint of one; "
+                    f"{remedy}"
+                )
         parent = parents[0] if len(parents) == 1 else [*named, ()][0]
         weights = {
             plain_name(str(way[-1])): held
             for way, held in tensors.items()
-            if not roles[way] and way[:-1] == parent
+            if not roles[way] and way[:-1] == parent and not str(way[-1]).endswith(EXTRA)
         }
         if not weights:
             raise CheckpointError(
                 f"{path}: no weights there; expected keys 'model.NAME' or 'NAME', and it has "
                 f"{some(['.'.join(map(str, way)) for way in tensors]) or 'no tensors'}"
             )
+        known = {
+            str(way[-1])
+            for way in tensors
+            if way[:-1] == parent and plain_name(str(way[-1])) in weights
+        }
         states: dict[str, dict[str, HeldTensor]] = {}
-        for way, held in tensors.items() if with_state else ():
-            if roles[way] == "state":
-                name, key = _state_key(way)
-                states.setdefault(name, {})[key] = held
+        for way in (way for way in values if with_state and roles[way] == "state"):
+            name, key = _state_key(way)
+            if way not in tensors:
+                raise CheckpointError(
+                    f"{path}: {'.'.join(map(str, way))} is no tensor; expected the state of torch's optimizers, whose "
+                    "steps are tensors, or take the weights alone (--optimizer None)"
+                )
+            states.setdefault(name, {})[key] = tensors[way]
         super().__init__(path, weights, states)
         self._options = {way: held for way, held in values.items() if roles[way] == "param_groups"}
         others = (
-            way for way in values if not roles[way] and not (way in tensors and way[:-1] == parent)
+            way
+            for way in values
+            if (not roles[way] and not (way[:-1] == parent and str(way[-1]) in known))
+            or (with_state and not states and roles[way])
         )
         self.left = [".".join(map(str, way)) for way in others]
 
     def _held(self, path: Path, name: str, told: Any) -> HeldTensor:
         """One tensor, whose chunks ``told`` names."""
         shape, dtype, label = tuple(told.size), told.properties.dtype, f"{path}: {name!r}"
+        chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in told.chunks}
+        if any(n < 0 for sizes in (shape, *chunks.values()) for n in sizes):
+            raise ValueError(f"{name!r} has a negative size")
 
         def read(box: Box) -> Tensor:
             whole = (*box, *[slice(None)] * (len(shape) - len(box)))
@@ -246,6 +286,7 @@ class DcpFolder(Collected):
             sizes = torch.Size(map(len, wanted))
             chunk = metadata.ChunkStorageMetadata(torch.Size(own.start for own in wanted), sizes)
             found, filled = torch.empty(sizes, dtype=dtype, device="cpu"), 0
+            there = torch.zeros(sizes, dtype=torch.bool, device="cpu")
             for item in (
                 create_read_items_for_chunk_list(name, told, [chunk]) if sizes.numel() else ()
             ):
@@ -253,11 +294,19 @@ class DcpFolder(Collected):
                     tuple(slice(b, b + n) for b, n in zip(begins, item.lengths, strict=True))
                     for begins in (item.dest_offsets, item.storage_offsets)
                 )
-                found[into] = self._entries[item.storage_index].box(of)
+                index = item.storage_index
+                if index not in self._entries:
+                    raise CheckpointError(
+                        f"{label}: a chunk is in no file; the checkpoint is not whole"
+                    )
+                chunk_shape = chunks[tuple(index.offset or ())]
+                found[into] = self._entries[index].box(of, chunk_shape, dtype)
+                there[into] = True
                 filled += prod(item.lengths)
-            if filled != found.numel():
+            if filled != found.numel() or not there.all():
                 raise CheckpointError(
-                    f"{label}: its chunks have {filled:,} of {found.numel():,} elements; the checkpoint is not whole"
+                    f"{label}: its chunks overlap or leave gaps: they have {filled:,} of {found.numel():,} elements; "
+                    "the checkpoint is not whole"
                 )
             return found
 
@@ -304,6 +353,12 @@ def _role(way: Key) -> str:
         if flat or role in way[:-2]:
             return role
     return ""
+
+
+def _above(way: Key) -> tuple[str, ...]:
+    """The way to the optimizer that a state or an option is of."""
+    nested = next((way.index(role) for role in ("state", "param_groups") if role in way[:-2]), None)
+    return tuple(map(str, way[:-1] if nested is None else way[:nested]))
 
 
 def _state_key(way: Key) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ import xxhash
 from typing_extensions import Self
 
 from hpczero.errors import CheckpointError, CheckpointNotWritten
+from hpczero.files.direct import write_at
+from hpczero.files.durable import sync
 from hpczero.files.regular import WHY, Explained, parse_json
 from hpczero.job.team import Alone, Team
 
@@ -180,7 +182,6 @@ class SafeFile:
             self._nbytes += entries[name].nbytes
         self._path = path
         self._temporary = path.with_name(f".{path.name}.tmp")
-        self._file: BinaryIO | None = None
         self._begin = len(self._header({}))  # of the tensors in the file
 
     def write(self, name: str, pieces: Iterable[Array]) -> None:
@@ -193,26 +194,27 @@ class SafeFile:
         entry = self._entries[name]
         end = self._begin + self._places[name] + entry.nbytes
         state = digest_of_tensor(entry.code, entry.shape)
+        # Opened for each tensor: a folder may have more files than a process may hold open.
         with self._told():
-            if self._file is None:
-                self._file = self._temporary.open("r+b")
-            self._file.seek(end - entry.nbytes)
-        for piece in pieces:
-            flat = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
-            with self._told():
-                self._file.write(flat.data)
-            state.update(flat.data)
-            yield
-        assert self._file.tell() == end, f"{name}: {self._file.tell() - end} bytes too many"
+            file = self._temporary.open("r+b", buffering=0)
+        with file:
+            begin = end - entry.nbytes
+            for piece in pieces:
+                flat = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+                with self._told():
+                    write_at(file.fileno(), begin, flat)
+                state.update(flat.data)
+                begin += flat.nbytes
+                yield
+        assert begin == end, f"{name}: {begin - end} bytes too many"
         self._digests[name] = state.hexdigest()
 
     def commit(self) -> None:
         """All tensors are written: the file takes its name, once it is on the disk."""
         team = self._team
         with team.agreed(f"write {self._path.name}"), self._told():
-            if self._file is not None:
-                _to_disk(self._file)
-                self._file.close()
+            if self._digests:
+                sync(self._temporary)
         found = {k: v for part in team.all_gather_lists([*self._digests.items()]) for k, v in part}
         missing = [name for name in self._entries if name not in found]
         assert not missing, f"never written: {missing}"
@@ -220,7 +222,7 @@ class SafeFile:
             if team.rank == 0:
                 with self._temporary.open("r+b") as file:
                     file.write(self._header(found))
-                    _to_disk(file)
+                sync(self._temporary)  # a rename may reach the disk before the contents do
                 self._temporary.replace(self._path)
 
     def __enter__(self) -> Self:
@@ -234,11 +236,10 @@ class SafeFile:
         try:
             with self._team.agreed(f"begin {self._path.name}"), self._told():
                 if self._team.rank == 0:
-                    self._file = self._temporary.open("wb")
-                    self._file.write(header)
-                    # an empty tensor may be the last
-                    self._file.truncate(self._begin + self._nbytes)
-                    self._file.flush()
+                    with self._temporary.open("wb") as file:
+                        file.write(header)
+                        # an empty tensor may be the last
+                        file.truncate(self._begin + self._nbytes)
         except BaseException:
             self.__exit__()
             raise
@@ -246,9 +247,6 @@ class SafeFile:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # of what could not be written: told before
-            if self._file is not None:
-                self._file.close()
-        with suppress(OSError):
             if self._team.rank == 0:
                 self._temporary.unlink(missing_ok=True)
 
@@ -273,12 +271,6 @@ class SafeFile:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
-
-
-def _to_disk(file: BinaryIO) -> None:
-    """A rename may reach the disk before the contents do."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def divided(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
