@@ -17,6 +17,7 @@ import tyro
 
 from hpczero.errors import ConfigError
 from hpczero.files.durable import write_text
+from hpczero.files.regular import WHY, Explained
 from hpczero.job.mesh import Mesh
 from hpczero.models.config import BYTE_VOCAB, GPTConfig, flops_per_token
 from hpczero.options.config import RunConfig
@@ -80,7 +81,9 @@ def main(arguments: list[str]) -> int:
     local = max(each.job.ranks_per_node for each in seen)
     machine = dataclasses.replace(before, ranks_per_node=local)
     after = calibrated(machine, seen, source=f"measured: steps of {', '.join(options.runs)}")
-    write_text(Path(options.out), machine_toml(after))
+    told = f"{options.out}: cannot be written ({WHY}); give --out another name"
+    with Explained(ConfigError, told):
+        write_text(Path(options.out), machine_toml(after))
     said = [f"{options.out}: {before.title} by {sum(len(each.computing_s) for each in seen)} steps"]
     for each in dataclasses.fields(Machine):
         old, new = (getattr(machine, each.name) for machine in (before, after))

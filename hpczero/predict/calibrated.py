@@ -84,7 +84,7 @@ def calibrated(machine: Machine, seen: Sequence[Seen], *, source: str) -> Machin
     ]
     return dataclasses.replace(
         found,
-        bounds={"matmul_efficiency": (share * min(low, 1.0), share * max(high, 1.0))},
+        bounds={"matmul_efficiency": (share * min(max(low, LEAST), 1.0), share * max(high, 1.0))},
         sources={**machine.sources, **dict.fromkeys(changed, source)},
     )
 

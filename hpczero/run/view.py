@@ -216,8 +216,9 @@ class RunView:
             return "killed", f"{said}; it came to {done}"
         if ends or not begins or last is None or last.step <= begins[-1]["step"]:
             return "starting", f"no metrics of this start yet; the folder is held by {holder}"
-        temporary = [entry.name for entry in self._folder.checkpoints.glob(".tmp-step-*")]
-        steps = [f"{int(name.split('-')[2]):,}" for name in temporary]
+        temporary = [entry.name for entry in self._folder.checkpoints.glob(".tmp-step-[0-9]*-*")]
+        numbers = [name.split("-")[2] for name in temporary]
+        steps = [f"{int(number):,}" for number in numbers if number.isdecimal()]
         saving = f"checkpoint of step {steps[0]} is being written" if steps else ""
         if config is not None and last.step >= config.train.steps:
             return "saving", saving or "all steps are done; the results are being written"

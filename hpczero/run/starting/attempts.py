@@ -228,7 +228,8 @@ class Attempts:
             **facts,
         }
         with self._folder.writing():
-            self._folder.path.mkdir(parents=True, exist_ok=True)
+            if event == "start":  # later a folder that is gone was deleted, and stays so
+                self._folder.path.mkdir(parents=True, exist_ok=True)
             path = self._folder.attempts
             whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
             with path.open("a", encoding="utf-8") as file:
