@@ -161,7 +161,7 @@ def check(
     if faults:
         raise ConfigError(
             f"the model is not a {'GPT-NeoX' if rotary else 'GPT-2'} ({'; '.join(faults)}); export it with "
-            "--layout hpczero"
+            "--layout hpczero, or a model that came from a Hugging Face folder with hpczero.hf.export"
         )
 
 

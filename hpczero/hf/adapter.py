@@ -1,11 +1,12 @@
 """Models of transformers for the training command: the causal language model of a folder, with its weights or anew.
 
-python -m hpczero.train --model.factory hpczero.hf.adapter:causal_lm --model.arguments '{"folder": "models/llama"}'``
+    python -m hpczero.train --model.factory hpczero.hf.adapter:causal_lm --model.arguments '{"folder": "models/llama"}'
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from hpczero import finetune
 from hpczero.adapters.base import Adapter
 from hpczero.errors import ConfigError
-from hpczero.finetune import first_values, lora
 from hpczero.hf.building import ModelChoice, build, config_and_class, of_folder
 from hpczero.hf.loading import drawn, load
 from hpczero.job.topology import Topology
@@ -100,7 +101,7 @@ class CausalLMAdapter(Adapter):
         return self._prepared(build(lambda: of_folder(self.folder, ModelChoice()), seed=0))
 
     def _prepared(self, model: nn.Module) -> nn.Module:
-        return model.train() if self.products is None else lora(model.train(), **self.products)
+        return model.train() if self.products is None else finetune.lora(model.train(), **self.products)
 
     def pretrained(
         self, topology: Topology, seed: int
@@ -109,7 +110,7 @@ class CausalLMAdapter(Adapter):
         if self.scratch:
             return None
         model, weights = load(self.folder, topology=topology, seed=seed)
-        fill = weights if self.products is None else first_values(weights, seed=seed)
+        fill = weights if self.products is None else finetune.first_values(weights, seed=seed)
         return self._prepared(model), fill
 
     def initializer(self, model: nn.Module, seed: int) -> Callable[[str, Tensor], None]:
@@ -119,7 +120,7 @@ class CausalLMAdapter(Adapter):
         def fill(name: str, tensor: Tensor) -> None:
             tensor.copy_(drawn(whole, seed, name))
 
-        return fill if self.products is None else first_values(fill, seed=seed)
+        return fill if self.products is None else finetune.first_values(fill, seed=seed)
 
     def loss(self, model: nn.Module, *batch: Tensor) -> Tensor:
         """Of inputs and targets, int64 (B, T)."""
@@ -169,8 +170,18 @@ def causal_lm(
             low-rank products train, and the model is frozen.
 
     Raises:
-        ConfigError: config.json cannot be used, or its model has fewer positions than ``context``.
+        ConfigError: an argument is of another kind, config.json cannot be used, or its model has fewer positions than
+            ``context``.
     """
+    for name, value, kind in (("context", context, int), ("scratch", scratch, bool)):
+        if type(value) is not kind:
+            raise ConfigError(
+                f"model.arguments: {name}: got {value!r}, expected {'true or false' if kind is bool else 'a number'}"
+            )
+    try:
+        inspect.signature(finetune.lora).bind(None, **(lora or {}))
+    except TypeError as error:
+        raise ConfigError(f"model.arguments: lora: {error}") from error
     config, _ = config_and_class(Path(folder), ModelChoice())
     most = getattr(config, "max_position_embeddings", None) or context
     if not 1 <= context <= most:

@@ -159,6 +159,13 @@ def _job(
     machine: Machine,
     local: int | None,
 ) -> Job:
+    on_host = step.device_peak_nbytes is None
+    if on_host != machine.shares_memory:
+        where, wanted = ("CPUs", "GPUs") if on_host else ("GPUs", "CPUs")
+        raise ConfigError(
+            f"{run}: was trained on {where}, and {machine.name} is a machine of {wanted}; give the --machine that it "
+            "ran on"
+        )
     ranks = step.tokens_per_s * flops_per_token(model) / (step.tflops * 1e12)
     world = round(ranks)
     if world < 1 or abs(ranks - world) > 1e-3 * world:

@@ -214,9 +214,12 @@ class Profile:
         def at(seconds: float) -> dict[str, Any]:
             return {"ts": zero + (seconds - began) * 1e6, **here}
 
-        events.append({"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}, **here})
+        for event in events:
+            if event.get("name") == "process_name" and event.get("pid") == here["pid"]:
+                event["args"] = {"name": f"rank {rank}"}  # torch says python; the first name counts
         for kind, unit, when in self._units:
-            named = {"name": f"in use: {unit}", "cat": "unit", "id": unit}
+            # id2, not id: Perfetto shows what has an id beside all processes, or not at all.
+            named = {"name": f"in use: {unit}", "cat": "unit", "id2": {"local": unit}}
             events.append({"ph": kind, **named, **at(when)})
         for when, held in self._held:
             mib = {category: nbytes / MIB for category, nbytes in held.items()}
@@ -258,7 +261,7 @@ another: the rank that communicates least is the one that the others wait for.</
 <p>Parameters, masters, gradients, optimizer state and buffers; the plan expects {planned / MIB:,.1f} MiB at most.
 Activations and what torch keeps beside them are not in it.</p>
 {self._drawn(planned)}
-<p>A trace opens in <a href="https://ui.perfetto.dev">ui.perfetto.dev</a> or chrome://tracing.</p>
+<p>A trace opens in <a href="https://ui.perfetto.dev">ui.perfetto.dev</a>.</p>
 """
 
     def _drawn(self, planned: int) -> str:

@@ -153,5 +153,13 @@ def test_flops_are_six_for_each_weight_that_a_token_meets(library: Any, tmp_path
         assert adapter.flops_per_token == 6 * products + 12 * 2 * 32 * CONTEXT
     with pytest.raises(ConfigError, match="257 token ids, and the data have 300"):
         adapter.with_vocabulary(300)
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"scratch": "no"}, "scratch: got 'no', expected true or false"),
+        ({"context": "24"}, "context: got '24', expected a number"),
+        ({"lora": {"ranks": 4}}, "lora: .*'ranks'"),
+    )
+    for arguments, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            causal_lm(str(tmp_path / "model"), **arguments)
     with pytest.raises(ConfigError, match="context: got 65, expected 1 to 64"):
         causal_lm(str(tmp_path / "model"), 65)

@@ -169,6 +169,8 @@ def test_a_run_that_does_not_tell_enough_is_refused(tmp_path: Path) -> None:
         folder = leave(tmp_path / name, run, **more)
         with pytest.raises(ConfigError, match=message):
             main([folder, "--machine", "cpu-node", "--out", str(tmp_path / "never.toml")])
+    with pytest.raises(ConfigError, match="on CPUs, and dgx-h100 is a machine of GPUs"):
+        main([folder, "--machine", "dgx-h100", "--out", str(tmp_path / "never.toml")])
     with pytest.raises(ConfigError, match="got no run"):
         main(["--machine", "cpu-node", "--out", str(tmp_path / "never.toml")])
     assert not (tmp_path / "never.toml").exists()

@@ -143,10 +143,13 @@ def check_names(found: list[dict[str, Any]], named: list[tuple[str, float, float
     used = [e for e in found if e.get("cat") == "unit"]
     assert {e["name"] for e in used} == {f"in use: {unit}" for unit in UNITS}
     for unit in UNITS:  # in forward and backward of two micro batches of each step
-        mine = [e for e in used if e["id"] == unit]
+        mine = [e for e in used if e["id2"] == {"local": unit}]
         assert "".join(e["ph"] for e in mine) == "be" * 4 * (LAST + 1 - FIRST)
         for e in mine:
             assert any(a - 0.1 <= e["ts"] / 1e3 <= b + 0.1 for a, b in parts), e
+    (process,) = {e["pid"] for e in used}
+    called = [e for e in found if e["name"] == "process_name" and e["pid"] == process]
+    assert [e["args"]["name"][:5] for e in called] == ["rank "], called
     held = [e["args"] for e in found if e["ph"] == "C"]
     assert len({sum(each.values()) for each in held}) > 1  # units come and go
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ Groups = tuple[
 ]  # options of each; group of each parameter
 
 
-class Collected(Mapping[str, HeldTensor]):
+class Collected(dict[str, HeldTensor]):
     """Tensors by the names of the model, and state of the optimizer. A subclass says where they are.
 
     Attributes:
@@ -37,7 +37,8 @@ class Collected(Mapping[str, HeldTensor]):
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, HeldTensor], states: Mapping[str, State]):
-        self.path, self._tensors, self.states = path, dict(tensors), states
+        super().__init__(tensors)
+        self.path, self.states = path, states
         self.known_tied: dict[str, str] = {}
         self.known_buffers: Sequence[str] = ()
         self.left: list[str] = []
@@ -70,7 +71,7 @@ class Collected(Mapping[str, HeldTensor]):
         """
         found: dict[str, dict[str, HeldTensor]] = {}
         for name, state in self.states.items():
-            shape = self._tensors[name].shape
+            shape = self[name].shape
             for key, value in state.items():
                 if not value.shape and (shape or key == STEP):
                     continue
@@ -111,15 +112,6 @@ class Collected(Mapping[str, HeldTensor]):
         groups, places = self.groups()
         meta = {"class": kind, "groups": list(map(_plain, groups)), "kinds": kinds}
         return {**meta, "present": present}, places
-
-    def __getitem__(self, name: str) -> HeldTensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def likely_tied(weights: Collected, trained: Mapping[str, int]) -> dict[str, str]:
