@@ -208,6 +208,10 @@ class Explained:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if (
+            type(error) is RuntimeError
+        ):  # torch.save ends its file on a full disk, and that fails too
+            error = error.__context__
         if isinstance(error, OSError):
             raise self._error(self._text.replace(WHY, reason(error))) from error
 

@@ -1,6 +1,6 @@
 """Models of transformers for the training command: the causal language model of a folder, with its weights or anew.
 
-    python -m hpczero.train --model.factory hpczero.hf.adapter:causal_lm --model.arguments '{"folder": "models/llama"}'
+python -m hpczero.train --model.factory hpczero.hf.adapter:causal_lm --model.arguments '{"folder": "models/llama"}'
 """
 
 from __future__ import annotations
@@ -101,7 +101,11 @@ class CausalLMAdapter(Adapter):
         return self._prepared(build(lambda: of_folder(self.folder, ModelChoice()), seed=0))
 
     def _prepared(self, model: nn.Module) -> nn.Module:
-        return model.train() if self.products is None else finetune.lora(model.train(), **self.products)
+        return (
+            model.train()
+            if self.products is None
+            else finetune.lora(model.train(), **self.products)
+        )
 
     def pretrained(
         self, topology: Topology, seed: int

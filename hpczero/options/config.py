@@ -565,7 +565,7 @@ class CheckpointOptions:
     """Checkpoints: everything a run needs to go on, in <run folder>/checkpoints.
 
     Attributes:
-        every: steps between checkpoints, and one after the last step; 0: only when the run is asked to stop.
+        every: steps between checkpoints, and one after the last step; 0: when asked to stop, or at an early end.
         keep: newest checkpoints that stay.
         background: write while training goes on; needs memory for a copy of each rank's shards.
         writer: mpio (parallel HDF5), posix (the same file without MPI-IO); auto: mpio where it is safe.

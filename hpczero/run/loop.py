@@ -253,7 +253,7 @@ def take_steps(run: Run) -> int:
             if run.local is not None:
                 wish = max(wish, run.local.heard)
             if early:  # the run ends with its results, whatever else is asked for
-                wish = Wish.SAVE if config.checkpoint.every else Wish.NOTHING
+                wish = Wish.SAVE
 
             measured = None
             if run.records is not None:

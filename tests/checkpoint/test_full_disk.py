@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import h5py
 import pytest
@@ -19,7 +20,9 @@ import hpczero
 from hpczero.checkpoint.__main__ import Verdict, verify
 from hpczero.checkpoint.disk import h5file
 from hpczero.checkpoint.disk.folder import Folder
+from hpczero.checkpoint.foreign import exporting
 from hpczero.errors import CheckpointNotWritten
+from hpczero.job.team import Ranks
 from tests.checkpoint.programs import Program
 from tests.helpers.world import World
 
@@ -133,6 +136,29 @@ def test_disk_that_runs_full_during_the_save(
     second = save(step=2)
     world.check(all(verify(p).verdict is Verdict.SOUND for p in (first, second)))
     hpczero.release(model)
+
+
+@pytest.mark.parametrize("layout", ["hpczero", "dcp"])
+def test_export_to_a_disk_that_runs_full(
+    world: World,
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: Literal["hpczero", "dcp"],
+) -> None:
+    model = large_model(world.topology)
+    checkpoint = hpczero.checkpoint.save(small_disk / "ckpt", model, step=1)
+    hpczero.release(model)
+    monkeypatch.setattr(exporting, "_check_room", lambda *_: None)
+    world.on_root(fill, small_disk, 2**18)
+    write = partial(
+        exporting.export,
+        checkpoint,
+        small_disk / "out",
+        exporting.WeightsForm(layout=layout),
+        team=Ranks(world.topology),
+    )
+    world.raises(CheckpointNotWritten, "No space left", write)
+    world.check(left(small_disk) == ["ckpt", "filler"], str(left(small_disk)))
 
 
 def open_files() -> int:
