@@ -118,7 +118,8 @@ class BackgroundTracker:
         """End the run in the tracker; waits ``FINISH_S`` seconds at most."""
         self._look()
         if not self._failed:
-            self._rows.put(None)
+            with suppress(queue.Full):  # then it does not end within that time
+                self._rows.put_nowait(None)
             self._thread.join(FINISH_S)
             if self._thread.is_alive():
                 self._fail(f"it has not ended within {FINISH_S:.0f} s")
@@ -197,13 +198,15 @@ class WandbTracker(Tracker):
     them. Online, W&B continues the run, and gets the steps that it lacks.
     """
 
-    def __init__(self, folder: Path, *, mode: Literal["offline", "online"] = "offline") -> None:
+    def __init__(
+        self, folder: str | Path, *, mode: Literal["offline", "online"] = "offline"
+    ) -> None:
         """Not collective. ``folder`` must exist; it gets ``wandb/`` and keeps the id of the run.
 
         Raises:
             ConfigError: the package is missing, or it knows no key to go online with.
         """
-        self._folder, self._mode = folder, mode
+        self._folder, self._mode = Path(folder), mode
         self._wandb = _library("wandb", "wandb")
         self._run: Any = None
         if mode == "online" and not self._wandb.login(prompt=False, verify=False):
@@ -250,13 +253,13 @@ class WandbTracker(Tracker):
 class MlflowTracker(Tracker):
     """MLflow: a server, or a folder. MLFLOW_EXPERIMENT_NAME names the experiment."""
 
-    def __init__(self, folder: Path, *, uri: str) -> None:
+    def __init__(self, folder: str | Path, *, uri: str) -> None:
         """Not collective. ``folder`` must exist; it keeps the id of the run.
 
         Raises:
             ConfigError: the package is missing, or does not take the URI.
         """
-        self._folder, self._uri = folder, uri
+        self._folder, self._uri = Path(folder), uri
         mlflow = _library("mlflow", "mlflow-skinny")
         self._entities = importlib.import_module("mlflow.entities")
         self._variables = importlib.import_module("mlflow.environment_variables")

@@ -119,7 +119,7 @@ def main() -> int:
         for folder, picture in zip(folders, pictures, strict=True):
             if options.page and folder.path.is_dir():
                 with folder.writing():
-                    write_page(folder, picture, options.every)
+                    write_page(folder, picture, 0 if options.once else options.every)
         return shown(pictures, slurm)
 
     if options.once:

@@ -9,7 +9,7 @@ import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,21 +19,10 @@ from hpczero.errors import ConfigError
 from hpczero.zero.access import finish_update
 from hpczero.zero.zeroify import sharding
 
+if TYPE_CHECKING:
+    from hpczero.data.tokenize import Tokenizer
+
 MOST_NEW = 256  # tokens of a generated text where a task does not say; as in lm_eval
-
-
-class TextTokenizer(Protocol):
-    """What of ``hpczero.data.tokenize.Tokenizer`` is used here."""
-
-    @property
-    def separator(self) -> int:
-        """The id that ends a document."""
-
-    def encode(self, text: bytes) -> Any:
-        """Ids of a text, without any that are added."""
-
-    def decode(self, ids: Sequence[int]) -> bytes:
-        """The text of ids."""
 
 
 Row = tuple[Sequence[int], Sequence[int]]  # what the model sees, and the targets of its last places
@@ -107,7 +96,7 @@ def _library(name: str) -> Any:
         ) from error
 
 
-def harness_model(scorer: SharedScorer, tokenizer: TextTokenizer) -> Any:
+def harness_model(scorer: SharedScorer, tokenizer: Tokenizer) -> Any:
     """An ``lm_eval.api.model.TemplateLM`` over ``scorer``, for world rank 0. Not collective; its calls are."""
     base: Any = _library("lm_eval.api.model").TemplateLM
     utils = _library("lm_eval.utils")
@@ -180,7 +169,7 @@ class GrowingText:
     """
 
     def __init__(
-        self, context: int, tokenizer: TextTokenizer, prompt: str, options: Mapping[str, Any]
+        self, context: int, tokenizer: Tokenizer, prompt: str, options: Mapping[str, Any]
     ) -> None:
         """``options``: of the task (``generation_kwargs``).
 
@@ -220,7 +209,7 @@ class GrowingText:
 
 def evaluate(
     model: nn.Module,
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
     tasks: Sequence[str],
     *,
     context: int,
@@ -271,7 +260,7 @@ def evaluate(
 
 
 def check_tasks(
-    tokenizer: TextTokenizer, tasks: Sequence[str], folder: str | Path | None = None
+    tokenizer: Tokenizer, tasks: Sequence[str], folder: str | Path | None = None
 ) -> None:
     """Refuse what ``evaluate`` could not do, before a training begins. Not collective: rank 0 calls it.
 
@@ -296,7 +285,7 @@ def _tasks_of(folder: str | Path | None) -> Any:
 
 def _run(
     scorer: SharedScorer,
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
     tasks: Sequence[str],
     folder: str | Path | None,
     limit: int | None,

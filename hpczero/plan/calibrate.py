@@ -9,6 +9,7 @@ It reads what a run leaves in its folder, config.toml and metrics.jsonl, and nee
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,8 @@ def seen_in(run: Path, machine: Machine, local: int | None, vocab: int | None) -
         raise ConfigError(
             f"{run}: has no {folder.metrics.name}, so it is no folder of a run"
         ) from error
+    # Of a run that went on with other ranks, the steps with the last ones.
+    steps = [step for step in steps if math.isclose(_share(step), _share(steps[-1]), rel_tol=1e-3)]
     usual = sorted(step.step_ms for step in steps)[len(steps) // 2] if steps else 0.0
     steps = [step for step in steps if step.step_ms < STANDSTILL * usual]
     if len(steps) < LEAST_STEPS:
@@ -151,6 +154,11 @@ def _refuse(run: Path, config: RunConfig) -> None:
         )
 
 
+def _share(step: StepMetrics) -> float:
+    """Tokens for each TFLOP of one rank: as many times more as there are ranks."""
+    return step.tokens_per_s / step.tflops
+
+
 def _job(
     run: Path,
     config: RunConfig,
@@ -166,7 +174,7 @@ def _job(
             f"{run}: was trained on {where}, and {machine.name} is a machine of {wanted}; give the --machine that it "
             "ran on"
         )
-    ranks = step.tokens_per_s * flops_per_token(model) / (step.tflops * 1e12)
+    ranks = _share(step) * flops_per_token(model) / 1e12
     world = round(ranks)
     if world < 1 or abs(ranks - world) > 1e-3 * world:
         raise ConfigError(

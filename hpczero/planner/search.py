@@ -20,7 +20,7 @@ from hpczero.plan.peak import PlannedRun
 from hpczero.plan.precision import DType
 from hpczero.plan.spread import Spread
 from hpczero.planner.choice import Choice, Freedom, candidates, choose, in_order
-from hpczero.predict.job import Job, balance_of
+from hpczero.predict.job import Job, sides_of
 from hpczero.predict.machine import Kernels, Machine, Roofline
 from hpczero.predict.model import Prediction, predict
 
@@ -298,7 +298,8 @@ def balance_on(run: PlannedRun, machine: Machine, kernels: Kernels | None = None
     """
     itemsize = run.plan.precision.param_itemsize
     work = kernels or Roofline(machine, run.precision, itemsize)
-    return balance_of(machine, work, up=itemsize)
+    sides = sides_of(machine, work, up=itemsize)
+    return None if sides is None else sides.balance
 
 
 Agree = Callable[[Sequence[int]], Sequence[int]]

@@ -11,6 +11,7 @@ With one run products and passes are slower than assumed by one factor. It must 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -141,13 +142,14 @@ def _linked(machine: Machine, each: Seen) -> Machine:
 
 def machine_toml(machine: Machine) -> str:
     """The machine as a file that `hpczero.predict.machine.load_machine` reads."""
-    lines, beside = [f'title = "{machine.title}"'], ("name", "title", "peak", "bounds", "sources")
+    beside = ("name", "title", "peak", "bounds", "sources")
+    lines = [f"title = {_quoted(machine.title)}"]
 
     def line(name: str, value: float, where: str = "") -> str:
         ends = machine.bounds.get(name)
         low, high = (f"low = {ends[0]!r}, ", f"high = {ends[1]!r}, ") if ends else ("", "")
-        source = machine.sources.get(where + name, "as assumed")
-        return f'{name} = {{ {low}value = {str(value).lower()}, {high}source = "{source}" }}'
+        source = _quoted(machine.sources.get(where + name, "as assumed"))
+        return f"{name} = {{ {low}value = {str(value).lower()}, {high}source = {source} }}"
 
     for each in dataclasses.fields(machine):
         value = getattr(machine, each.name)
@@ -155,3 +157,8 @@ def machine_toml(machine: Machine) -> str:
             lines.append(line(each.name, value))
     lines += ["", "[peak]", *(line(name, value, "peak.") for name, value in machine.peak.items())]
     return "\n".join([*lines, ""])
+
+
+def _quoted(text: str) -> str:
+    """As TOML and JSON write it."""
+    return json.dumps(text, ensure_ascii=False)

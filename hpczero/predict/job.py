@@ -138,18 +138,6 @@ def sides_of(machine: Machine, work: Kernels, *, up: float) -> Sides | None:
     return Sides(machine.host_update, on_device, 0.0, up, down_rate, up_rate)
 
 
-def balance_of(machine: Machine, work: Kernels, *, up: float) -> float | None:
-    """The fraction of all elements with which host and device end their updates together; None: no such host is known.
-
-    Args:
-        machine: with its host.
-        work: kernels of the device.
-        up: bytes of an element that go back to the device.
-    """
-    sides = sides_of(machine, work, up=up)
-    return None if sides is None else sides.balance
-
-
 def update_s(job: Job, owned: int) -> float:
     """Seconds of the norm and the optimizer, ways to and from a tier left out.
 

@@ -36,22 +36,17 @@ from hpczero.zero.units.unit import Unit
 
 logger = logging.getLogger("hpczero.profile")
 
-# Parts of a step on the page, by the fields of ``StepSplit`` without ``_ms``, with their colours.
+# Parts of a step on the page, by the fields of ``StepSplit`` without ``_ms``: colour, meaning.
 PARTS = {
-    "compute": "#4878a8",
-    "communication": "#d1605e",
-    "optimizer": "#6a9f58",
-    "data": "#e7a33e",
-    "other": "#999999",
-    "checkpoint": "#a87c9f",
-}
-MEANING = {
-    "compute": "forward and backward, without waits for other ranks",
-    "communication": "exposed communication: time in collectives and in waits for them, in any part of the step",
-    "optimizer": "clipping and update, without waits",
-    "data": "reading the batch",
-    "other": "the host: what none of the other clocks covers",
-    "checkpoint": "saving after the step; not part of it",
+    "compute": ("#4878a8", "forward and backward, without waits for other ranks"),
+    "communication": (
+        "#d1605e",
+        "exposed communication: time in collectives and in waits for them, in any part of the step",
+    ),
+    "optimizer": ("#6a9f58", "clipping and update, without waits"),
+    "data": ("#e7a33e", "reading the batch"),
+    "other": ("#999999", "the host: what none of the other clocks covers"),
+    "checkpoint": ("#a87c9f", "saving after the step; not part of it"),
 }
 MIB = 2**20
 POINTS = 2000  # of a drawn line of memory
@@ -237,7 +232,7 @@ class Profile:
             bar = "".join(
                 f'<i style="width:{100 * ms[part] / most:.2f}%;background:{colour}" title="{part} {ms[part]:.1f} ms">'
                 "</i>"
-                for part, colour in PARTS.items()
+                for part, (colour, _) in PARTS.items()
             )
             step = sum(ms[part] for part in PARTS if part != "checkpoint")
             figures = "".join(f"<td>{ms[part]:,.1f}</td>" for part in PARTS)
@@ -246,8 +241,10 @@ class Profile:
                 f"<tr><td>{rank}</td><td>{html.escape(host)}</td><td>{step:,.1f}</td>{figures}"
                 f"<td>{row[-2] / MIB:,.1f}</td><td>{trace}</td><td class=bar>{bar}</td></tr>"
             )
-        head = "".join(f'<th style="color:{PARTS[part]}">{part}</th>' for part in PARTS)
-        said = "".join(f"<li><b>{part}</b>: {MEANING[part]}</li>" for part in PARTS)
+        head = "".join(
+            f'<th style="color:{colour}">{part}</th>' for part, (colour, _) in PARTS.items()
+        )
+        said = "".join(f"<li><b>{part}</b>: {meaning}</li>" for part, (_, meaning) in PARTS.items())
         title = html.escape(f"{self._run.config.run.name}: {steps}")
         return f"""<!doctype html><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font: 14px sans-serif; margin: 2em }} td, th {{ padding: 2px 8px; text-align: right }}
@@ -282,6 +279,6 @@ Activations and what torch keeps beside them are not in it.</p>
         line = " ".join(f"H{x:.1f} V{y:.1f}" for x, y in drawn.values())
         limit = HEIGHT - HEIGHT * planned / most
         return f"""<svg width="{WIDTH}" height="{HEIGHT}" style="border:1px solid #ccc">
-<path d="M0 {HEIGHT} {line}" fill="none" stroke="{PARTS["compute"]}"/>
-<line x1="0" x2="{WIDTH}" y1="{limit:.1f}" y2="{limit:.1f}" stroke="{PARTS["communication"]}" stroke-dasharray="6"/>
+<path d="M0 {HEIGHT} {line}" fill="none" stroke="{PARTS["compute"][0]}"/>
+<line x1="0" x2="{WIDTH}" y1="{limit:.1f}" y2="{limit:.1f}" stroke="{PARTS["communication"][0]}" stroke-dasharray="6"/>
 <text x="4" y="{limit - 4:.1f}">plan</text></svg><p>{(end - begin) * 1e3:,.1f} ms from left to right</p>"""

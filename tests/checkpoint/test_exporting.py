@@ -106,7 +106,7 @@ def test_rounding_is_that_of_torch(dtype: str, kind: torch.dtype) -> None:
 def test_what_the_dtype_cannot_hold_is_refused(
     tmp_path: Path, dtype: Any, value: float, advice: str
 ) -> None:
-    checkpoint(tmp_path / "run", {"fine": torch.ones(3), "big": torch.tensor([1.0, value])})
+    checkpoint(tmp_path / "run", {"fine": torch.ones(3), "big": torch.tensor([np.inf, value])})
     with pytest.raises(ConfigError, match=rf"big: holds values as large as .*export as {advice}"):
         export(tmp_path / "run", tmp_path / "out", WeightsForm(dtype=dtype))
     assert not (tmp_path / "out").exists()
@@ -212,7 +212,6 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "int8"}, "dtype: got 'int8', expected one of fp32, bf16, fp16"),
         ({"shard_mib": 0}, "shard_mib: got 0, expected at least 1"),
         ({"layout": "gpt2", "format": "torch"}, "the layout gpt2 is a folder of safetensors"),
         ({"heads": 3}, "heads belong to a layout of transformers"),

@@ -167,8 +167,6 @@ def test_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "'w' is quantized"),
         (lambda: torch.empty(3, device="meta"), "'w' is without values"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "'w' is nested"),
-        (lambda: torch.ones(1).expand(2**30), "'w' has 1,073,741,824 elements in 4 bytes"),
-        (lambda: torch.ones(6).as_strided((5, 5), (1, 0)), "'w' has 25 elements in 24 bytes"),
         (lambda: [1, 2], "'w' is a list, expected tensors only"),
     ],
 )
@@ -199,9 +197,6 @@ def test_failure_of_the_machine_is_not_called_damage_of_a_torch_file(
 
 
 def test_two_keys_that_would_be_one_are_refused(tmp_path: Path) -> None:
-    torch.save({1: torch.ones(2), "1": torch.zeros(2)}, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match="two of its keys are '1' as text"):
-        WeightFiles(tmp_path / "w.pt")
     twice = theirs(tiny_gpt())
     torch.save({**twice, "transformer.wte.weight": twice["wte.weight"] + 1}, tmp_path / "g.pt")
     with pytest.raises(CheckpointError, match=r"'transformer\.wte\.weight' and another key both"):

@@ -145,8 +145,12 @@ def test_folders_of_runs_become_a_machine_that_a_plan_takes(
 ) -> None:
     runs = [
         leave(tmp_path / name, predict(job(gpt(*sizes), TRUTH)))
-        for name, sizes in (("x", (4, 256)), ("y", (2, 640)))
+        for name, sizes in (('of "x"', (4, 256)), ("y", (2, 640)))
     ]
+    metrics = tmp_path / "y" / "metrics.jsonl"  # which began with other ranks
+    first = [StepMetrics.from_json(line) for line in metrics.read_text().splitlines()]
+    others = (dataclasses.replace(s, tflops=s.tflops / 2, forward_ms=9e9, step_ms=9e9) for s in first)
+    metrics.write_text("".join(f"{s.to_json()}\n" for s in (*others, *first)))
     out = str(tmp_path / "here.toml")
     assert main([*runs, "--machine", "cpu-node", "--out", out]) == 0
     machine = load_machine(out)

@@ -10,7 +10,7 @@ import pytest
 from hpczero.models.config import GPTConfig
 from hpczero.plan.offload import Activations, Offload
 from hpczero.plan.offloaded import cuts
-from hpczero.predict.job import Job, balance_of, sides_of
+from hpczero.predict.job import Job, sides_of
 from hpczero.predict.machine import load_machine
 from hpczero.predict.model import moved_of, predict
 
@@ -117,12 +117,11 @@ def test_a_step_on_the_host_sends_values_alone_and_takes_what_its_slower_side_ta
 
 def test_both_sides_of_an_update_end_together_at_the_balance() -> None:
     asked = with_host(job())
-    fraction = balance_of(asked.machine, asked.work, up=4)
     sides = sides_of(asked.machine, asked.work, up=4)
-    assert fraction is not None
     assert sides is not None
+    fraction = sides.balance
     assert fraction * sides.host_s == pytest.approx((1 - fraction) / sides.device)
-    assert balance_of(job().machine, asked.work, up=4) is None  # no host is known
+    assert sides_of(job().machine, asked.work, up=4) is None  # no host is known
 
 
 def test_without_a_host_beside_the_device_whoever_computes_takes_the_whole_update() -> None:

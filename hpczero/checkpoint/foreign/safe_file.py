@@ -58,41 +58,25 @@ def with_digests(metadata: Mapping[str, str], tensors: Mapping[str, str]) -> dic
     return {**metadata, HAS: "true", DIGESTS_KEY: json.dumps(entry, separators=(",", ":"))}
 
 
-@dataclass(frozen=True)
-class Digests:
-    """What a file states that its tensors are.
+def digests_of(metadata: Mapping[str, str], names: Iterable[str]) -> dict[str, str] | None:
+    """What a file with these ``metadata`` and tensors states as digest of each tensor; None if it states none.
 
-    Attributes:
-        tensors: digest of each.
+    Raises:
+        ValueError: the metadata are not what was written, or the file has other tensors.
     """
-
-    tensors: dict[str, str]
-
-    @classmethod
-    def of(cls, metadata: Mapping[str, str], names: Iterable[str]) -> Digests | None:
-        """Digests of a file with these ``metadata`` and tensors; None if it has none.
-
-        Raises:
-            ValueError: the metadata are not what was written, or the file has other tensors.
-        """
-        if DIGESTS_KEY not in metadata and HAS not in metadata:
-            return None
-        if DIGESTS_KEY not in metadata or metadata.get(HAS) != "true":
-            raise ValueError("its digests are lost")
-        entry = parse_json(metadata[DIGESTS_KEY])
-        fields = entry if isinstance(entry, dict) else {}
-        others = {name: text for name, text in metadata.items() if name not in (DIGESTS_KEY, HAS)}
-        if fields.get("metadata") != _of_texts(others):
-            raise ValueError("what it says beside its tensors does not have the digest it states")
-        tensors = fields.get("tensors")
-        if not isinstance(tensors, dict) or tensors.keys() != set(names):
-            raise ValueError("its tensors are not those it has digests of")
-        return cls(tensors)
-
-    def check(self, name: str, found: str) -> None:
-        """Compare the digest of a tensor with the one that the file states. Raises ValueError: they differ."""
-        if self.tensors[name] != found:
-            raise ValueError(f"{name!r} does not have the digest it was written with")
+    if DIGESTS_KEY not in metadata and HAS not in metadata:
+        return None
+    if DIGESTS_KEY not in metadata or metadata.get(HAS) != "true":
+        raise ValueError("its digests are lost")
+    entry = parse_json(metadata[DIGESTS_KEY])
+    fields = entry if isinstance(entry, dict) else {}
+    others = {name: text for name, text in metadata.items() if name not in (DIGESTS_KEY, HAS)}
+    if fields.get("metadata") != _of_texts(others):
+        raise ValueError("what it says beside its tensors does not have the digest it states")
+    tensors = fields.get("tensors")
+    if not isinstance(tensors, dict) or tensors.keys() != set(names):
+        raise ValueError("its tensors are not those it has digests of")
+    return tensors
 
 
 def _of_texts(metadata: Mapping[str, str]) -> str:
