@@ -132,7 +132,7 @@ class Clicks(Adapter):
         return F.binary_cross_entropy_with_logits(model(dense, categories), clicks)
 
     def metric(self, model: nn.Module, *batch: Tensor) -> Tensor:
-        """Share of clicks and of others that are foretold."""
+        """Share of clicks and of others that are predicted."""
         dense, categories, clicks = batch
         right: Tensor = ((model(dense, categories) > 0) == (clicks > 0.5)).float().mean()
         return right

@@ -54,3 +54,22 @@ def lazy(
         return sorted({*vars(sys.modules[package]), *homes, *rooms})
 
     return load, names, sorted(homes)
+
+
+def library(name: str, user: str, package: str) -> Any:  # Any: modules without types
+    """The module ``name`` of a package that hpczero is installed without.
+
+    Args:
+        name: as of ``import``.
+        user: what needs it, for the message.
+        package: as pip is given it.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{user} needs {error.name}, which is not installed; type: pip install {package}"
+        ) from error

@@ -28,6 +28,7 @@ from hpczero.errors import ConfigError
 from hpczero.files.durable import write_text
 from hpczero.files.regular import read_text
 from hpczero.job import log
+from hpczero.lazy import library
 from hpczero.options.config import LogOptions
 
 __all__ = ["BackgroundTracker", "MlflowTracker", "Tracker", "WandbTracker"]
@@ -181,16 +182,6 @@ def _ids(path: Path) -> dict[str, str]:
     return {}
 
 
-def _library(name: str, package: str) -> Any:  # Any: modules without types
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"log.{name}: needs {error.name}, which is not installed; type: pip install {package}, or leave the option "
-            "out"
-        ) from error
-
-
 class WandbTracker(Tracker):
     """Weights & Biases. WANDB_PROJECT, WANDB_ENTITY and their other variables say where the run goes.
 
@@ -207,7 +198,7 @@ class WandbTracker(Tracker):
             ConfigError: the package is missing, or it knows no key to go online with.
         """
         self._folder, self._mode = Path(folder), mode
-        self._wandb = _library("wandb", "wandb")
+        self._wandb = library("wandb", "log.wandb", "wandb")
         self._run: Any = None
         if mode == "online" and not self._wandb.login(prompt=False, verify=False):
             raise ConfigError(
@@ -260,7 +251,7 @@ class MlflowTracker(Tracker):
             ConfigError: the package is missing, or does not take the URI.
         """
         self._folder, self._uri = Path(folder), uri
-        mlflow = _library("mlflow", "mlflow-skinny")
+        mlflow = library("mlflow", "log.mlflow", "mlflow-skinny")
         self._entities = importlib.import_module("mlflow.entities")
         self._variables = importlib.import_module("mlflow.environment_variables")
         # MLflow 3 refuses folders, which are in maintenance mode, unless it is told that one is meant.

@@ -42,7 +42,7 @@ class Adapter:
 
     @property
     def transformer(self) -> GPTConfig | None:
-        """Sizes by which the planner counts memory and time; None: it cannot, so neither is foretold."""
+        """Sizes by which the planner counts memory and time; None: it cannot, so neither is predicted."""
         return None
 
     @property

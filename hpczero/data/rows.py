@@ -10,7 +10,6 @@ they are hashed. A part is read in blocks of whole rows, so any rank can read an
 from __future__ import annotations
 
 import hashlib
-import importlib
 import itertools
 import os
 import threading
@@ -19,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +29,7 @@ from hpczero.errors import ConfigError, DataError
 from hpczero.files.regular import WHY, Explained, check_regular, reason
 from hpczero.job.long_work import Progress
 from hpczero.job.team import Alone, Team, shared
+from hpczero.lazy import library
 
 OPEN_FILES = 16
 KEPT_PARTS = 2  # row groups in memory: one for each thread that makes tokens
@@ -223,7 +222,7 @@ class _File:
         with self._said():
             check_regular(path)
             if path.suffix == ".parquet":
-                parquet = importlib.import_module("pyarrow.parquet")
+                parquet = _library("pyarrow.parquet")
                 self._groups = parquet.ParquetFile(path, page_checksum_verification=True)
                 self._schema = self._groups.schema_arrow
                 groups = range(self._groups.num_row_groups)
@@ -318,13 +317,6 @@ def _opened_as(path: Path, nbytes: int, *_: int) -> _File:
     return _File(path, nbytes)
 
 
-def _library(name: str) -> ModuleType:
+def _library(name: str) -> Any:
     """``datasets``, or pyarrow, which it brings. Raises ConfigError if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise ConfigError(
-            f"{name} is not installed, and rows of data sets are read with it; type: pip install 'datasets>=5'"
-        ) from error
+    return library(name, "a data set", "'datasets>=5'")

@@ -5,7 +5,6 @@ world rank 0: lm_eval -> rows of tokens -> broadcast | all: each its rows, one f
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from hpczero.errors import ConfigError
+from hpczero.lazy import library
 from hpczero.zero.access import finish_update
 from hpczero.zero.zeroify import sharding
 
@@ -86,20 +86,14 @@ class SharedScorer:
         return [tuple(shares[at % data.size][at // data.size]) for at in range(len(rows))]
 
 
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"lm_eval: {error.name} is not installed, and tasks of lm-evaluation-harness need it; type: pip install "
-            "'lm_eval>=0.4.13'"
-        ) from error
+def _lm_eval(module: str) -> Any:
+    return library(f"lm_eval.{module}", "evaluation.lm_eval", "'lm_eval>=0.4.13'")
 
 
 def harness_model(scorer: SharedScorer, tokenizer: Tokenizer) -> Any:
     """An ``lm_eval.api.model.TemplateLM`` over ``scorer``, for world rank 0. Not collective; its calls are."""
-    base: Any = _library("lm_eval.api.model").TemplateLM
-    utils = _library("lm_eval.utils")
+    base: Any = _lm_eval("api.model").TemplateLM
+    utils = _lm_eval("utils")
 
     class ShardedLM(base):  # type: ignore[misc]
         """A model in shards as lm_eval sees it."""
@@ -278,7 +272,7 @@ def check_tasks(
 
 
 def _tasks_of(folder: str | Path | None) -> Any:
-    return _library("lm_eval.tasks").TaskManager(
+    return _lm_eval("tasks").TaskManager(
         include_path=None if folder is None else str(folder), include_defaults=folder is None
     )
 
@@ -291,7 +285,7 @@ def _run(
     limit: int | None,
 ) -> dict[str, float]:
     """On rank 0."""
-    results = _library("lm_eval.evaluator").simple_evaluate(
+    results = _lm_eval("evaluator").simple_evaluate(
         model=harness_model(scorer, tokenizer),
         tasks=[*tasks],
         task_manager=_tasks_of(folder),

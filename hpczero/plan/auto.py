@@ -25,12 +25,12 @@ from hpczero.options.config import PlannedModel
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.footprint import fastest_transport
 from hpczero.plan.peak import PlannedRun
-from hpczero.planner.choice import Choice, Foretold, Freedom, describe, lines, options_of
+from hpczero.planner.choice import Choice, Freedom, Predicted, describe, lines, options_of
 from hpczero.planner.search import (
     balance_on,
     describe_layout,
-    foretell_on,
     options_of_layout,
+    prediction_on,
     search,
     search_layouts,
 )
@@ -183,8 +183,8 @@ def _on_sheet(options: AutoOptions, config: GPTConfig, sequence: int) -> Choice:
     def fits(run: PlannedRun) -> bool:
         return run.most - run.tiered <= machine.usable and run.tiered <= machine.host_memory
 
-    foretell = foretell_on(machine)
-    return search(base, freedom, foretell, fits=fits, balance=balance_on(base, machine))
+    prediction_of = prediction_on(machine)
+    return search(base, freedom, prediction_of, fits=fits, balance=balance_on(base, machine))
 
 
 def _say_layouts(options: AutoOptions, config: GPTConfig, sequence: int) -> int:
@@ -218,7 +218,7 @@ def _say_layouts(options: AutoOptions, config: GPTConfig, sequence: int) -> int:
     elif found:
         best = _numbered([describe_layout(one) for one in found[:SHOWN]], ranges)
         said = [
-            f"of {len(found)} layouts that fit {options.ranks} ranks of {machine.title}, foretold, nothing was run:",
+            f"of {len(found)} layouts that fit {options.ranks} ranks of {machine.title}, predicted, nothing was run:",
             *best,
             *filter(None, (alike(ranges, _numbers(found)),)),
             f"pin the first: {options_of_layout(found[0])}",
@@ -266,7 +266,7 @@ def as_json(choice: Choice, troubles: list[str]) -> dict[str, object]:
     def of(what: object, *names: str) -> dict[str, object]:
         return {name: getattr(what, name) for name in names}
 
-    def one(found: Foretold) -> dict[str, object]:
+    def one(found: Predicted) -> dict[str, object]:
         between = StepRange.around(found.step)
         run, times = found.run, ("forward_s", "backward_s", "communication_s")
         return {

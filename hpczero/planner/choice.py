@@ -1,4 +1,4 @@
-"""The choice: of all settings that fit, the one that is foretold to take least time for a step.
+"""The choice: of all settings that fit, the one that is predicted to take least time for a step.
 
 The same inputs give the same answer on every rank; who measures must hand every rank the same numbers.
 """
@@ -140,7 +140,7 @@ ALIKE = 0.01  # of a step: settings closer than that are told apart by their sim
 
 
 @dataclass(frozen=True)
-class Foretold:
+class Predicted:
     """A run and its step.
 
     Attributes:
@@ -180,17 +180,17 @@ class Choice:
         tried: how many settings were looked at.
     """
 
-    fitting: tuple[Foretold, ...]
-    too_large: Foretold | None
+    fitting: tuple[Predicted, ...]
+    too_large: Predicted | None
     tried: int
 
     @property
-    def best(self) -> Foretold | None:
+    def best(self) -> Predicted | None:
         """What to take; None if nothing fits."""
         return self.fitting[0] if self.fitting else None
 
     @property
-    def runner_up(self) -> Foretold | None:
+    def runner_up(self) -> Predicted | None:
         """The next best that differs in more than its micro-batch and its fraction; None if there is none."""
         if not self.fitting:
             return None
@@ -201,19 +201,19 @@ class Choice:
 def choose(
     runs: Iterable[PlannedRun],
     fits: Callable[[PlannedRun], bool],
-    foretell: Callable[[PlannedRun], Prediction],
+    prediction_of: Callable[[PlannedRun], Prediction],
 ) -> Choice:
     """Order ``runs``. Not collective.
 
     Args:
         runs: all settings, simpler ones first.
         fits: whether a run fits the memory.
-        foretell: its step.
+        prediction_of: its step.
     """
-    fitting: list[Foretold] = []
-    too_large: list[Foretold] = []
+    fitting: list[Predicted] = []
+    too_large: list[Predicted] = []
     for run in runs:
-        (fitting if fits(run) else too_large).append(Foretold(run, foretell(run)))
+        (fitting if fits(run) else too_large).append(Predicted(run, prediction_of(run)))
     fitting = in_order(fitting, lambda found: found.step_s, lambda found: _simplicity(found.run))
     return Choice(
         tuple(fitting),
@@ -282,7 +282,7 @@ def _beside_parts(offload: Offload) -> list[str]:
     ]
 
 
-def describe(found: Foretold) -> str:
+def describe(found: Predicted) -> str:
     """One line: settings, seconds, bytes."""
     run = found.run
     words = [f"stage {run.stage}"]

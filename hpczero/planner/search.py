@@ -264,17 +264,17 @@ def _beside(run: PlannedRun) -> tuple[object, ...]:
     return run.stage, run.checkpointing, run.kept, run.micro_batch
 
 
-def foretell_on(
+def prediction_on(
     machine: Machine, kernels: Kernels | None = None
 ) -> Callable[[PlannedRun], Prediction]:
-    """What foretells the step of any run on ``machine``.
+    """What predicts the step of any run on ``machine``.
 
     Args:
         machine: each node is one like it.
         kernels: of one rank; None: by the machine's data sheet.
     """
 
-    def foretell(run: PlannedRun) -> Prediction:
+    def prediction_of(run: PlannedRun) -> Prediction:
         job = Job.of(
             run,
             machine,
@@ -285,7 +285,7 @@ def foretell_on(
         )
         return predict(job)
 
-    return foretell
+    return prediction_of
 
 
 def balance_on(run: PlannedRun, machine: Machine, kernels: Kernels | None = None) -> float | None:
@@ -308,7 +308,7 @@ Agree = Callable[[Sequence[int]], Sequence[int]]
 def search(
     run: PlannedRun,
     freedom: Freedom,
-    foretell: Callable[[PlannedRun], Prediction],
+    prediction_of: Callable[[PlannedRun], Prediction],
     *,
     fits: Callable[[PlannedRun], bool],
     balance: float | None = None,
@@ -319,7 +319,7 @@ def search(
     Args:
         run: as it was asked for.
         freedom: what may differ from it.
-        foretell: the step of a run; the same on every rank.
+        prediction_of: the step of a run; the same on every rank.
         fits: whether a run fits what this rank sees.
         balance: fraction with which host and device end their updates together; None: not known.
         agree: of each number, the largest that any rank has; what does not fit one rank fits none.
@@ -338,4 +338,4 @@ def search(
         more = parts(wanted, least, runs, balance)
         hold(more)
         runs += more
-    return choose(runs, lambda one: fitting[id(one)], foretell)
+    return choose(runs, lambda one: fitting[id(one)], prediction_of)

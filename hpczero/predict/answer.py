@@ -75,8 +75,8 @@ def alike(found: Sequence[StepRange], names: Sequence[str]) -> str:
     said += f" and {len(same) - MOST_NAMED} more" if len(same) > MOST_NAMED else ""
     slower = sum(found[one].slower(found[0]) for one in same)
     return (
-        f"Cannot be told apart from the first, by ranges that overlap: {said}; {slower} of {len(same)} are slower at "
-        "both ends and at the likely one."
+        f"The ranges of {said} overlap with that of the first; {slower} of these {len(same)} are slower at both "
+        "ends and at the likely one."
     )
 
 

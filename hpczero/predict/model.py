@@ -329,7 +329,7 @@ def predict(job: Job) -> Prediction:
 
 @dataclass(frozen=True)
 class StepRange:
-    """One step, foretold thrice: at the fast end of what sources say of its machine, as is likely, at the slow end."""
+    """One step, predicted thrice: at the fast end of what sources say of its machine, as is likely, at the slow end."""
 
     fast: Prediction
     likely: Prediction

@@ -23,7 +23,7 @@ from hpczero.options.config import MOST_SHARE, RunConfig
 
 EVERY = 10  # steps between decisions
 LEAST = 2  # samples of a rank: norms over a batch refuse one
-LEAST_GAIN = 0.05  # of a step's time, foretold, below which nothing is changed
+LEAST_GAIN = 0.05  # of a step's time, predicted, below which nothing is changed
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class WorkTime:
         if before:
             other, took = before[-1]
             slope = (seconds - took) / (samples - other)
-            each = min(max(slope, 0.1 * each), each)  # a disturbed clock foretells no wonders
+            each = min(max(slope, 0.1 * each), each)  # a disturbed clock predicts no wonders
         return cls(seconds - each * samples, each)
 
 
@@ -108,7 +108,7 @@ class Balance:
         slowest = took.index(now)
         return (
             f"balance: rank {slowest} works {now * 1e3:.0f} ms a step, the fastest {min(took) * 1e3:.0f} ms; from now "
-            f"on ranks have {_in_words(shares)} samples of a micro-batch (even: {self._even}), foretold to take "
+            f"on ranks have {_in_words(shares)} samples of a micro-batch (even: {self._even}), predicted to take "
             f"{then * 1e3:.0f} ms"
         )
 

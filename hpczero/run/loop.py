@@ -212,7 +212,7 @@ def take_steps(run: Run) -> int:
     config, given, checkpoints = run.config, run.given, run.checkpoints
     stops = Stops(run.folder.path, given.topology, given.signals, run.deadline)
     stragglers = Stragglers(given.topology, every=config.log.stragglers_every)
-    expectation = Expectation(run.foretold)
+    expectation = Expectation(run.predicted)
     profile = Profile(run) if config.log.profile else None
     stopped, found, drawn_s = False, None, time.monotonic()
     done, last = run.start, run.start if run.patience.is_over else config.train.steps

@@ -10,7 +10,7 @@ from typing import Any
 import hpczero
 from hpczero.job import log
 from hpczero.job.topology import Topology
-from hpczero.planner.choice import Foretold, nbytes
+from hpczero.planner.choice import Predicted, nbytes
 from hpczero.predict.answer import seconds
 from hpczero.run.evaluation import Found
 from hpczero.run.results.metrics import (
@@ -28,27 +28,27 @@ STEPS = 10  # the first of them, which allocates, does not count
 class Expectation:
     """Of one run; without a planner it says nothing. Not collective."""
 
-    def __init__(self, foretold: Foretold | None) -> None:
-        self._foretold = foretold
+    def __init__(self, predicted: Predicted | None) -> None:
+        self._predicted = predicted
         self._seen: list[float] = []
 
     def note(self, step_s: float) -> None:
         """Add one step; after ``STEPS`` rank 0 says how it went."""
-        if self._foretold is None:
+        if self._predicted is None:
             return
         self._seen.append(step_s)
         if len(self._seen) == STEPS:
-            log.info("%s", line(self._foretold, statistics.median(self._seen[1:])))
-            self._foretold = None
+            log.info("%s", line(self._predicted, statistics.median(self._seen[1:])))
+            self._predicted = None
 
 
-def line(foretold: Foretold, step_s: float) -> str:
-    """Foretold and seen, with their ratio."""
-    ratio = step_s / foretold.step_s
+def line(predicted: Predicted, step_s: float) -> str:
+    """Predicted and seen, with their ratio."""
+    ratio = step_s / predicted.step_s
     peak = nbytes(process_peak_nbytes())
     return (
-        f"planner: foretold {seconds(foretold.step_s)} a step, seen {seconds(step_s)} ({ratio:.2f} of it); foretold up "
-        f"to {nbytes(foretold.run.most)} a rank beside Python, torch and MPI, seen {peak} with them"
+        f"planner: predicted {seconds(predicted.step_s)} a step, seen {seconds(step_s)} ({ratio:.2f} of it); predicted "
+        f"up to {nbytes(predicted.run.most)} a rank beside Python, torch and MPI, seen {peak} with them"
     )
 
 

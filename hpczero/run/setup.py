@@ -27,7 +27,7 @@ from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml
 from hpczero.plan.peak import PlannedRun
 from hpczero.plan.sizing import Batch
-from hpczero.planner.choice import Foretold
+from hpczero.planner.choice import Predicted
 from hpczero.run.balance import Balance, balance_of
 from hpczero.run.checkpoints import RunCheckpoints, Start
 from hpczero.run.evaluation import Evaluation, LeafPlan, passes_of
@@ -103,7 +103,7 @@ class Run:
         deadline: when the job ends.
         peak_tflops: of this rank's device, for MFU; None: there is no MFU.
         planned_nbytes: bytes of states, buffers and gradients of its own that the plan expects of a rank at the peak.
-        foretold: what the planner expects of its choice; None where it was not asked.
+        predicted: what the planner expects of its choice; None where it was not asked.
     """
 
     given: Given
@@ -130,7 +130,7 @@ class Run:
     deadline: Deadline
     peak_tflops: float | None
     planned_nbytes: int
-    foretold: Foretold | None = None
+    predicted: Predicted | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -160,10 +160,10 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     if attempts is None:
         return None
     batch, reading, adapter = _hold_against_ranks_and_data(given, config, folder, attempts)
-    foretold = None
+    predicted = None
     if config.parallel.auto:
         chosen = _choose(given, config, folder, adapter, batch)
-        config, batch, foretold = chosen.config, chosen.batch, chosen.foretold
+        config, batch, predicted = chosen.config, chosen.batch, chosen.predicted
         adapter = adapter.with_checkpointing(chosen.model.checkpoint_activations)
     if adapter.transformer is not None:  # else nobody can count what the run holds
         with topology.agreed("plan the run"):
@@ -285,7 +285,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         peak_tflops=peak_tflops,
         planned_nbytes=planned_memory(sharding, config, part, batch.leaves).total
         + (0 if room.run is None else room.run.accumulated),
-        foretold=foretold,
+        predicted=predicted,
     )
 
 

@@ -94,7 +94,7 @@ def measure(options: Options) -> Iterator[Row]:
 
 
 def planned_messages(model: str, precision: str, ranks: int, local: int) -> int:
-    """Messages between nodes in a step at stage 3 that the plan foretells for one rank."""
+    """Messages between nodes in a step at stage 3 that the plan predicts for one rank."""
     shapes = parameter_shapes(PRESETS[model])
     plan = blockwise_plan(shapes, num_shards=ranks, stage=3, precision=precision)
     footprint = footprint_of("ipc", ranks=ranks, local_size=local)

@@ -1,1 +1,1 @@
-"""Layouts of ranks held against each other: steps foretold and seen, bytes."""
+"""Layouts of ranks held against each other: steps predicted and seen, bytes."""

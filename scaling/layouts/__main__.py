@@ -2,7 +2,7 @@
 
     python -m tests.cluster --hosts 4 --ranks-per-host 2 --rate 250 -- -m scaling.layouts --rate_mbit 250
 
-All layouts stay resident; in each round each takes its steps, in an order drawn anew. What is foretold comes from a
+All layouts stay resident; in each round each takes its steps, in an order drawn anew. What is predicted comes from a
 probe of all ranks at once, before the first round, and the rate of the links. Ratios are formed within a round.
 """
 
@@ -91,7 +91,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         training = Training(topology, case, algorithms=options.algorithms)
         trainings[case.name] = training
         losses[case.name] = training.steps(options.warm_up)
-        step = case.foretold(machine, measured, overlap=overlap)
+        step = case.predicted(machine, measured, overlap=overlap)
         sent = topology.gather(float(case.sent_between(training.topology.pipeline.rank)))
         yield {
             "kind": "layout",
@@ -134,7 +134,7 @@ def _check(losses: dict[str, list[float]]) -> None:
 
 
 def agreement(
-    foretold: Mapping[str, float], seen: Mapping[str, Spread]
+    predicted: Mapping[str, float], seen: Mapping[str, Spread]
 ) -> tuple[int, int, int, int]:
     """How far two orders of the same layouts agree.
 
@@ -145,7 +145,7 @@ def agreement(
     alike = clear = clear_alike = 0
     pairs = list(itertools.combinations(seen, 2))
     for a, b in pairs:
-        same = (foretold[a] < foretold[b]) == (seen[a].median < seen[b].median)
+        same = (predicted[a] < predicted[b]) == (seen[a].median < seen[b].median)
         apart = seen[a].high < seen[b].low or seen[b].high < seen[a].low
         alike += same
         clear += apart
@@ -174,7 +174,7 @@ def text(rows: list[Row]) -> str:
 
 def _layouts_table(rows: list[Row], found: dict[str, dict[int, float]]) -> str:
     reference = next(iter(found))
-    header = ["layout", "s per step", "this / first", "foretold, s", "foretold / seen"]
+    header = ["layout", "s per step", "this / first", "predicted, s", "predicted / seen"]
     header += ["MB between nodes per host", "planned, MB", "seen / planned", "waits for stages, s"]
     cells = []
     for row in of_kind(rows, "layout"):
@@ -206,32 +206,32 @@ def _layouts_table(rows: list[Row], found: dict[str, dict[int, float]]) -> str:
 
 def _order(rows: list[Row], found: dict[str, dict[int, float]]) -> list[str]:
     """Both orders, and how far they agree."""
-    foretold = {row["layout"]: row["foretold_s"] for row in of_kind(rows, "layout")}
+    predicted = {row["layout"]: row["foretold_s"] for row in of_kind(rows, "layout")}
     seen = {name: Spread.of(values.values()) for name, values in found.items()}
     by_seen = sorted(seen, key=lambda name: seen[name].median)
-    by_plan = sorted(seen, key=lambda name: foretold[name])
+    by_plan = sorted(seen, key=lambda name: predicted[name])
     cells = [
         [str(place), plan, real]
         for place, (plan, real) in enumerate(zip(by_plan, by_seen, strict=True), start=1)
     ]
-    pairs, alike, clear, clear_alike = agreement(foretold, seen)
+    pairs, alike, clear, clear_alike = agreement(predicted, seen)
     # Of Kendall: 1 for equal orders, -1 for opposite ones.
     tau = 2 * alike / pairs - 1 if pairs else 0.0
     said = (
-        f"{alike} of {pairs} pairs of layouts are foretold in the order in which they were seen (Kendall's tau "
+        f"{alike} of {pairs} pairs of layouts are predicted in the order in which they were seen (Kendall's tau "
         f"{tau:.2f}); of the {clear} pairs whose intervals (up to five rounds: ranges) do not overlap, {clear_alike}."
     )
-    return [table(["place", "foretold", "seen"], cells), said]
+    return [table(["place", "predicted", "seen"], cells), said]
 
 
 @as_bars
 def draw(rows: list[Row]) -> tuple[str, Panels]:
-    """Seconds seen and foretold as bars."""
+    """Seconds seen and predicted as bars."""
     head, found = head_of(rows), _times(rows)
-    foretold = {row["layout"]: row["foretold_s"] for row in of_kind(rows, "layout")}
+    predicted = {row["layout"]: row["foretold_s"] for row in of_kind(rows, "layout")}
     panels = {
         "s per step": [Bar.of(name, values.values()) for name, values in found.items()],
-        "foretold, s": [Bar(name, foretold[name]) for name in found],
+        "predicted, s": [Bar(name, predicted[name]) for name in found],
     }
     label = ", emulated" if head["emulated"] else ""
     return f"{head['description']}, {head['placement']}{label}", panels

@@ -125,7 +125,7 @@ class Case:
         """Bytes that one rank of pipeline stage ``place`` sends to other nodes in a step, by the plan."""
         return sent_by(self.spread, place).total.between
 
-    def foretold(
+    def predicted(
         self, machine: Machine, kernels: MeasuredKernels, *, overlap: bool = True
     ) -> Prediction:
         """A step on nodes like ``machine``, whose ranks compute as ``kernels`` were measured.

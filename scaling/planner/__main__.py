@@ -3,7 +3,7 @@
     mpirun -n 2 python -m scaling.planner --folder /local/scratch
 
 In each round every rank probes, every candidate is built, takes a step that does not count, and some that do; then it
-is given back. What is foretold comes from the probe of the same round, as a run would foretell it at its start. All
+is given back. What is predicted comes from the probe of the same round, as a run would predict it at its start. All
 settings take some twenty minutes on two cores that nothing else uses.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, run
 from hpczero.plan.peak import PlannedRun
-from hpczero.planner.choice import Choice, Foretold, away, kind_of, recomputed
+from hpczero.planner.choice import Choice, Predicted, away, kind_of, recomputed
 from scaling.contenders.workload import scratch
 from scaling.evidence.harness import Common, Report, at_least, on_ranks, say, seconds
 from scaling.evidence.plot import Bar, Panels, as_bars
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpczero.job.topology import Topology
     from scaling.planner.settings import Setting
 
-SLOWEST = 2.5  # foretold times of the choice, beyond which nothing is trained
+SLOWEST = 2.5  # predicted times of the choice, beyond which nothing is trained
 NEAR_FASTEST, NEAR_SEEN = 0.15, 0.25  # what is asked of a planner
 
 
@@ -85,7 +85,7 @@ def _one(
     for turn in range(options.rounds):
         choice = _choice(topology, setting, asked, folder)
         assert choice.best is not None, "every setting has candidates that fit"
-        foretold = {key(found.run): found for found in choice.fitting}
+        predicted = {key(found.run): found for found in choice.fitting}
         runs = runs or picked(choice, options.candidates, order)
         best = key(choice.best.run)
         second = key(choice.runner_up.run) if choice.runner_up else ""
@@ -96,7 +96,7 @@ def _one(
             took = seconds(topology, lambda training=training: training.steps(options.steps))  # type: ignore[misc]
             training.close()
             name = key(candidate)
-            step = foretold[name].step
+            step = predicted[name].step
             parts = ("forward", "backward", "communication", "update", "tier")
             yield {
                 "kind": "turn",
@@ -105,7 +105,7 @@ def _one(
                 "candidate": name,
                 "is_choice": name == best,
                 "is_runner_up": name == second,
-                "foretold_s": foretold[name].step_s,
+                "foretold_s": predicted[name].step_s,
                 "parts": {part: getattr(step, f"{part}_s") for part in parts},
                 "seconds": took / options.steps,
                 "fitting": len(choice.fitting),
@@ -119,7 +119,7 @@ def _choice(topology: Topology, setting: Setting, asked: PlannedRun, folder: Pat
 
     from hpczero.accelerator import HostAccelerator
     from hpczero.planner.choice import Freedom, candidates
-    from hpczero.planner.search import foretell_on, search
+    from hpczero.planner.search import prediction_on, search
     from hpczero.predict.machine import machine_of
     from hpczero.probe.job import probe_job
 
@@ -132,7 +132,7 @@ def _choice(topology: Topology, setting: Setting, asked: PlannedRun, folder: Pat
     freedom = Freedom(media=["disk"], rests=["disk"], folder=str(folder))
     limit = setting.limit(asked, candidates(asked, freedom))
     return search(
-        asked, freedom, foretell_on(machine, measured), fits=lambda run: run.most <= limit
+        asked, freedom, prediction_on(machine, measured), fits=lambda run: run.most <= limit
     )
 
 
@@ -165,7 +165,7 @@ def key(run: PlannedRun) -> str:
     return ", ".join(words)
 
 
-def _by_worth(choice: Choice, near: list[Foretold]) -> Iterator[Foretold]:
+def _by_worth(choice: Choice, near: list[Predicted]) -> Iterator[Predicted]:
     for best in (choice.best, choice.runner_up):
         if best is not None:
             yield best
@@ -191,13 +191,13 @@ class Verdict:
     choice: str  # what the planner chose, at its first probe
     best: str  # the fastest of all that were trained
     slower: float  # seconds of the choice over those of the best
-    foretold: float  # seconds that were foretold for the choice over those seen
+    predicted: float  # seconds that were predicted for the choice over those seen
     tried: int  # how many were trained
     fitting: int  # how many fit
 
 
 def verdicts(rows: list[Row]) -> list[Verdict]:
-    """One of each setting. Times are medians over the rounds; foretold is held against seen within a round."""
+    """One of each setting. Times are medians over the rounds; predicted is held against seen within a round."""
     found = []
     turns = list(of_kind(rows, "turn"))
     for setting in dict.fromkeys(row["setting"] for row in turns):
@@ -215,7 +215,7 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
                 choice=choice,
                 best=best,
                 slower=max(seen[row["candidate"]] for row in chosen) / seen[best],
-                foretold=median(row["foretold_s"] / row["seconds"] for row in chosen),
+                predicted=median(row["foretold_s"] / row["seconds"] for row in chosen),
                 tried=len(seen),
                 fitting=max(row["fitting"] for row in mine),
             )
@@ -227,11 +227,11 @@ def summary(rows: list[Row]) -> str:
     """How many choices are near the fastest, how many times near those seen; of the choices, and of all."""
     found = verdicts(rows)
     fast = sum(one.slower <= 1 + NEAR_FASTEST for one in found)
-    right = sum(abs(one.foretold - 1) <= NEAR_SEEN for one in found)
+    right = sum(abs(one.predicted - 1) <= NEAR_SEEN for one in found)
     ratios = sorted(row["foretold_s"] / row["seconds"] for row in of_kind(rows, "turn"))
     return (
         f"{fast} of {len(found)} choices within {NEAR_FASTEST:.0%} of the fastest that was trained; {right} of "
-        f"{len(found)} foretold within {NEAR_SEEN:.0%} of what was seen. Foretold / seen of all {len(ratios)} turns: "
+        f"{len(found)} predicted within {NEAR_SEEN:.0%} of what was seen. Predicted / seen of all {len(ratios)} turns: "
         f"median {median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f}."
     )
 
@@ -246,7 +246,7 @@ def text(rows: list[Row]) -> str:
             "choice": lambda found: found.choice,
             "fastest": lambda found: "the choice" if found.best == found.choice else found.best,
             "choice / fastest": lambda found: f"{found.slower:.2f}",
-            "foretold / seen": lambda found: f"{found.foretold:.2f}",
+            "predicted / seen": lambda found: f"{found.predicted:.2f}",
             "trained": lambda found: f"{found.tried} of {found.fitting}",
         },
     )
@@ -259,11 +259,11 @@ def text(rows: list[Row]) -> str:
 
 @as_bars
 def draw(rows: list[Row]) -> tuple[str, Panels]:
-    """Choice over fastest, and foretold over seen."""
+    """Choice over fastest, and predicted over seen."""
     found = verdicts(rows)
     panels = {
         "choice / fastest": [Bar(one.setting, one.slower) for one in found],
-        "foretold / seen": [Bar(one.setting, one.foretold) for one in found],
+        "predicted / seen": [Bar(one.setting, one.predicted) for one in found],
     }
     return f"the planner, {head_of(rows)['ranks']} rank(s)", panels
 

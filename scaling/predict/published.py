@@ -65,7 +65,7 @@ class Published:
     memory_rate: float = 0.0  # of its GPUs, where it is not the sheet's
     comparable: bool = True  # whether hpczero has all of it; else it does not count
 
-    def foretold(self) -> StepRange:
+    def predicted(self) -> StepRange:
         """A step of it, fast, likely and slow."""
         machine = load_machine(self.machine)
         machine = replace(machine, memory_rate=self.memory_rate or machine.memory_rate)
@@ -198,7 +198,7 @@ _INTERLEAVED: dict[str, Any] = {
     "schedule": "interleaved",
     "interleave": 4,
 }
-_FLOAT8 = "published with float8, foretold in bf16; 8 micro-batches assumed, the default there"
+_FLOAT8 = "published with float8, predicted in bf16; 8 micro-batches assumed, the default there"
 
 
 def _titan() -> Iterator[Published]:
@@ -436,9 +436,9 @@ def ranges() -> dict[str, tuple[float, float, float]]:
 
 
 def compare() -> Iterator[tuple[Published, float, float, float]]:
-    """Each run with what is foretold: at the slow end, as is likely, at the fast end."""
+    """Each run with what is predicted: at the slow end, as is likely, at the fast end."""
     for run in PUBLISHED:
-        found = run.foretold()
+        found = run.predicted()
         yield run, run.of(found.slow), run.of(found.likely), run.of(found.fast)
 
 

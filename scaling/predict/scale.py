@@ -100,7 +100,7 @@ def _judged(found: Sequence[Prediction]) -> Iterator[str]:
 def layouts_text(ranks: int) -> str:
     """For each machine that comes with hpczero the best layout, and shards over all ranks beside it."""
     lines = [
-        f"{MODEL} on {ranks:,} ranks, {BATCH} samples a rank. Foretold, nothing was run. Of the layouts that fit:",
+        f"{MODEL} on {ranks:,} ranks, {BATCH} samples a rank. Predicted, nothing was run. Of the layouts that fit:",
         "",
     ]
     for name in machine_names():

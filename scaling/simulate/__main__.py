@@ -204,7 +204,7 @@ def text(rows: list[Row]) -> str:
             "GB between, a rank": lambda row: f"{row['between_nbytes'] / GB:.2f}",
             "messages": lambda row: f"{row['messages']:,}",
             "binds": lambda row: row["binds"],
-            "foretold, s": lambda row: f"{row['foretold_s']:.3f}",
+            "predicted, s": lambda row: f"{row['foretold_s']:.3f}",
         },
     )
     title = (
@@ -214,7 +214,7 @@ def text(rows: list[Row]) -> str:
     )
     notes = [
         f"{name(row)}: {row['recorded']} rank(s) recorded, {row['calls']:,} calls of one; {row['took_s']:.0f} s and "
-        f"{row['peak_nbytes'] / GB:.1f} GB here; compute foretold {row['foretold_compute_s']:.3f} s"
+        f"{row['peak_nbytes'] / GB:.1f} GB here; compute predicted {row['foretold_compute_s']:.3f} s"
         for row in jobs
     ]
     return "\n".join([title, "", shown, "", *notes])

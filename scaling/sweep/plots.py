@@ -45,8 +45,8 @@ def scaling_figure(rows: list[Row]) -> Figure:
         ups.append(_with_bars(name, curve, curve.speed_up, 1.0))
         efficiencies.append(_with_bars(name, curve, curve.efficiency, 100.0))
         # What the model says, from what the ranks measured of the host they ran on.
-        foretold = {m.point.ranks: curve.predicted_speed_up(m) for m in curve.points}
-        known = {r: value for r, value in foretold.items() if value is not None}
+        predicted = {m.point.ranks: curve.predicted_speed_up(m) for m in curve.points}
+        known = {r: value for r, value in predicted.items() if value is not None}
         if len(known) > 1:
             ideal = {r: 100 * value * curve.base_ranks / r for r, value in known.items()}
             for lines, points in ((ups, known), (efficiencies, ideal)):

@@ -280,7 +280,7 @@ def test_a_described_decoder_has_times_and_ranges_and_stages_that_are_alike(tmp_
         assert row["step_fast_s"] < row["step_s"] < row["step_slow_s"]
         assert 0.1 < row["mfu"] < 0.6  # by FLOPs of two experts, not of eight
     said = plan("--model", "gpt-8b", *words[-4:]).stdout
-    alike = "Cannot be told apart from the first, by ranges that overlap: stage 1, stage 3; 1 of 2"
+    alike = "The ranges of stage 1, stage 3 overlap with that of the first; 1 of these 2"
     assert alike in said
     two = (*words, "--micro-batch", "2")
     block, less = (

@@ -256,7 +256,7 @@ def test_fewest_ranks_is_above_the_start_or_none() -> None:
     assert fewest_ranks(lambda n: False, start=1) is None
 
 
-# --- checkpointed blocks: foretold as they are held, and refused where nothing would be saved
+# --- checkpointed blocks: predicted as they are held, and refused where nothing would be saved
 
 
 @pytest.mark.parametrize("nbytes", [4096, 5000, 2**20, 2**26])

@@ -14,7 +14,7 @@ from hpczero.models.config import GPTConfig
 from hpczero.plan.offload import Offload
 from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import Freedom, candidates, choose, describe, lines, options_of
-from hpczero.planner.search import foretell_on
+from hpczero.planner.search import prediction_on
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.predict.model import Prediction
 from tests.helpers.planned import planned
@@ -54,22 +54,22 @@ def test_what_is_given_is_kept() -> None:
 def in_seconds(seconds: Callable[[PlannedRun], float]) -> Callable[[PlannedRun], Prediction]:
     """A prediction that each run takes so long."""
 
-    def foretell(run: PlannedRun) -> Prediction:
+    def prediction_of(run: PlannedRun) -> Prediction:
         others = ("backward_s", "communication_s", "update_s", "tier_s")
         nothing: dict[str, Any] = dict.fromkeys(others, 0.0)
-        base = foretell_on(machine())(run)
+        base = prediction_on(machine())(run)
         return dataclasses.replace(base, forward_s=seconds(run), **nothing)
 
-    return foretell
+    return prediction_of
 
 
 def test_the_fastest_that_fits_is_chosen_and_what_would_be_faster_is_named() -> None:
     stages = {0: 1.0, 1: 3.0, 2: 2.0, 3: 4.0}
-    foretell = in_seconds(
+    prediction_of = in_seconds(
         lambda run: stages[run.stage] + run.accumulation / 10 + run.checkpointing / 2
     )
     runs = list(candidates(asked(), Freedom()))
-    choice = choose(runs, lambda run: run.stage > 0, foretell)
+    choice = choose(runs, lambda run: run.stage > 0, prediction_of)
     assert choice.best is not None
     assert choice.runner_up is not None
     assert choice.too_large is not None
@@ -80,14 +80,14 @@ def test_the_fastest_that_fits_is_chosen_and_what_would_be_faster_is_named() -> 
     said = "\n".join(lines(choice))
     assert "stage 0, micro-batch 6: 1.10 s" in said
     assert "does not fit" in said
-    nothing = choose(runs, lambda run: False, foretell)
+    nothing = choose(runs, lambda run: False, prediction_of)
     assert (nothing.best, nothing.runner_up) == (None, None)
 
 
 def test_settings_alike_within_a_hundredth_go_to_the_simpler_one() -> None:
     # So little is noise
-    foretell = in_seconds(lambda run: 0.995 if run.offload.any else 1.0)
-    choice = choose(candidates(asked(), DISK), lambda run: True, foretell)
+    prediction_of = in_seconds(lambda run: 0.995 if run.offload.any else 1.0)
+    choice = choose(candidates(asked(), DISK), lambda run: True, prediction_of)
     assert choice.best is not None
     best = choice.best.run
     assert not best.offload.any
@@ -113,7 +113,7 @@ def test_options_pin_the_choice() -> None:
         "--offload.buffers 4",
         "--offload.window 1",
     ]
-    found = choose([run], lambda _: True, foretell_on(machine())).best
+    found = choose([run], lambda _: True, prediction_on(machine())).best
     assert found is not None
     assert "optimizer and gradients on disk" in describe(found)
 
@@ -123,13 +123,13 @@ def test_a_disk_that_is_slower_than_computing_sets_the_step() -> None:
     offload = Offload("disk", "disk", "disk", Path("/scratch"))
     run = asked(offload=offload)
     slow = machine(disk_read=1e6, disk_write=1e6)
-    step = foretell_on(slow)(run)
+    step = prediction_on(slow)(run)
     shard = sum(unit.layout.shard_numel for unit in run.plan.units)
     assert step.tier_s == pytest.approx(40 * shard / 1e6, rel=0.05)
     assert step.tier_s > 40 * shard / 1e6 - step.forward_s - step.backward_s - step.update_s
-    fast = foretell_on(machine(disk_read=1e15, disk_write=1e15))(run)
+    fast = prediction_on(machine(disk_read=1e15, disk_write=1e15))(run)
     assert fast.tier_s < 0.01 * step.tier_s
-    assert foretell_on(slow)(asked()).tier_s == 0
+    assert prediction_on(slow)(asked()).tier_s == 0
 
 
 def test_passes_in_half_precision_read_half_of_the_bytes() -> None:
@@ -138,9 +138,9 @@ def test_passes_in_half_precision_read_half_of_the_bytes() -> None:
     slow = machine(disk_read=1e6, disk_write=1e6)
     run = asked(offload=offload, precision="bf16")
     shard = sum(unit.layout.shard_numel for unit in run.plan.units)
-    once = foretell_on(slow)(run).tier_s
+    once = prediction_on(slow)(run).tier_s
     assert once == pytest.approx(38 * shard / 1e6, rel=0.05)
-    again = foretell_on(slow)(dataclasses.replace(run, micro_batch=2, accumulation=3)).tier_s
+    again = prediction_on(slow)(dataclasses.replace(run, micro_batch=2, accumulation=3)).tier_s
     assert again - once == pytest.approx(8 * shard / 1e6, rel=0.05)
 
 
@@ -156,4 +156,4 @@ def test_options_that_only_go_with_some_media_leave_out_the_others() -> None:
 def test_a_tier_without_rates_is_refused_by_name() -> None:
     run = asked(offload=Offload("disk", folder="/scratch"))
     with pytest.raises(ConfigError, match="disk_read and disk_write"):
-        foretell_on(load_machine("dgx-h100"))(run)
+        prediction_on(load_machine("dgx-h100"))(run)

@@ -19,15 +19,15 @@ from hpczero.plan.offloaded import OffloadedPlan, cuts, units_away
 from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import (
     Choice,
-    Foretold,
     Freedom,
+    Predicted,
     candidates,
     describe,
     kind_of,
     lines,
     options_of,
 )
-from hpczero.planner.search import balance_on, foretell_on, least_units, search, sizes_of
+from hpczero.planner.search import balance_on, least_units, prediction_on, search, sizes_of
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.predict.model import Prediction
 from hpczero.run.starting.precheck import activations_of, offload_of
@@ -59,8 +59,8 @@ def on_device(nbytes: float) -> Callable[[PlannedRun], bool]:
 
 def found(run: PlannedRun, freedom: Freedom, nbytes: float, model: GPTConfig = MODEL) -> Choice:
     balance = balance_on(run, machine())
-    foretell = foretell_on(machine())
-    return search(run, freedom, foretell, fits=on_device(nbytes), balance=balance)
+    prediction_of = prediction_on(machine())
+    return search(run, freedom, prediction_of, fits=on_device(nbytes), balance=balance)
 
 
 def tight(run: PlannedRun, share: float, freedom: Freedom = DISK) -> float:
@@ -197,7 +197,7 @@ def test_words_say_which_part_who_steps_and_how_much_rests_where() -> None:
     offload = Offload("host", "host", fraction=0.1, step="host")
     kept = dataclasses.replace(asked().kept, checkpointing="block", rest="disk", folder="/scratch")
     run = asked(offload=offload, checkpointing=True, kept=kept)
-    said = describe(Foretold(run, foretell_on(machine())(run)))
+    said = describe(Predicted(run, prediction_on(machine())(run)))
     away = len(run.offloaded.away)
     assert f"optimizer and gradients of {away} of 13 units on host, stepped on by the host" in said
     assert "activations checkpointed with inputs on disk" in said
@@ -225,21 +225,21 @@ def test_everything_at_once_is_searched_by_a_few_questions_of_each_setting() -> 
     model = PRESETS["gpt2-xl"]
     run = asked(model, micro_batch=64, offload=Offload())
     questions: list[PlannedRun] = []
-    foretold: list[PlannedRun] = []
+    predicted: list[PlannedRun] = []
 
     def fits(run: PlannedRun) -> bool:
         questions.append(run)
         return on_device(1.2e10)(run)
 
-    def foretell(run: PlannedRun) -> Prediction:
-        foretold.append(run)
-        return foretell_on(machine())(run)
+    def prediction_of(run: PlannedRun) -> Prediction:
+        predicted.append(run)
+        return prediction_on(machine())(run)
 
     balance = balance_on(run, machine())
-    choice = search(run, EVERYWHERE, foretell, fits=fits, balance=balance)
+    choice = search(run, EVERYWHERE, prediction_of, fits=fits, balance=balance)
     # Three of each and half a second in all; minutes if a search tried every part of 49 units of each.
     assert 700 < choice.tried < 1000
     assert len(questions) < 4 * choice.tried
-    assert len(foretold) == choice.tried, "each once"
+    assert len(predicted) == choice.tried, "each once"
     assert choice.best is not None
     assert found(run, EVERYWHERE, 1.2e10, model) == choice

@@ -90,7 +90,7 @@ def test_command_compares_layouts_of_a_described_machine(how: str) -> None:
         assert found[0]["mesh"]["shard"] >= 1
         assert "--parallel.stage" in found[0]["options"]
     else:
-        assert "foretold, nothing was run" in done.stdout
+        assert "predicted, nothing was run" in done.stdout
         assert "pin the first: --parallel.stage" in done.stdout
 
 

@@ -1,4 +1,4 @@
-"""A machine by measured steps: its numbers are found again, and layouts that were not measured are foretold."""
+"""A machine by measured steps: its numbers are found again, and layouts that were not measured are predicted."""
 
 from __future__ import annotations
 
@@ -149,7 +149,9 @@ def test_folders_of_runs_become_a_machine_that_a_plan_takes(
     ]
     metrics = tmp_path / "y" / "metrics.jsonl"  # which began with other ranks
     first = [StepMetrics.from_json(line) for line in metrics.read_text().splitlines()]
-    others = (dataclasses.replace(s, tflops=s.tflops / 2, forward_ms=9e9, step_ms=9e9) for s in first)
+    others = (
+        dataclasses.replace(s, tflops=s.tflops / 2, forward_ms=9e9, step_ms=9e9) for s in first
+    )
     metrics.write_text("".join(f"{s.to_json()}\n" for s in (*others, *first)))
     out = str(tmp_path / "here.toml")
     assert main([*runs, "--machine", "cpu-node", "--out", out]) == 0

@@ -19,16 +19,16 @@ MACHINE = dataclasses.replace(load_machine("dgx-a100"), overlap=1.0)
 MODEL = GPTConfig(vocab_size=1024, context=128, layers=8, hidden=512, heads=8)
 
 
-def foretold(mesh: Mesh, model: GPTConfig = MODEL, **more: Any) -> Prediction:
+def predicted(mesh: Mesh, model: GPTConfig = MODEL, **more: Any) -> Prediction:
     return predict(Job.of(Spread(model, mesh, 8, on_device=True, **more), MACHINE))
 
 
 def test_sums_of_tensor_ranks_are_eight_blocks_to_each_other() -> None:
-    found = foretold(Mesh(shard=2, tensor=4), micro_batch=3, accumulation=2)
+    found = predicted(Mesh(shard=2, tensor=4), micro_batch=3, accumulation=2)
     block = 3 * 128 * 512 * 2 / 4
     one_way = 3 * (MACHINE.node_latency + block / MACHINE.node_rate)
     assert found.sums_s == pytest.approx(2 * (8 * 4 + 2) * 2 * one_way)
-    spread = foretold(Mesh(tensor=16), dataclasses.replace(MODEL, heads=16), micro_batch=3)
+    spread = predicted(Mesh(tensor=16), dataclasses.replace(MODEL, heads=16), micro_batch=3)
     block = 3 * 128 * 512 * 2 / 16
     one_way = 15 * (MACHINE.nic_latency + MACHINE.message_host + block / MACHINE.nic_rate)
     assert spread.sums_s == pytest.approx((8 * 4 + 2) * 2 * one_way)
@@ -36,7 +36,7 @@ def test_sums_of_tensor_ranks_are_eight_blocks_to_each_other() -> None:
 
 def test_sequence_parallelism_divides_norms_and_not_the_sums() -> None:
     plain, parallel = (
-        foretold(Mesh(shard=2, tensor=4), micro_batch=3, sequence_parallel=on)
+        predicted(Mesh(shard=2, tensor=4), micro_batch=3, sequence_parallel=on)
         for on in (False, True)
     )
     assert parallel.sums_s == plain.sums_s
@@ -48,7 +48,7 @@ def test_fill_is_the_turn_of_all_other_stages_over_the_groups() -> None:
     model = dataclasses.replace(MODEL, vocab_size=8, context=512)
     busy = []
     for interleave, schedule in ((1, "1f1b"), (2, "interleaved")):
-        found = foretold(
+        found = predicted(
             Mesh(pipeline=4),
             model,
             stage=1,
@@ -64,17 +64,17 @@ def test_fill_is_the_turn_of_all_other_stages_over_the_groups() -> None:
 
 
 def test_messages_cross_nodes_where_the_next_stage_is_elsewhere() -> None:
-    near = foretold(Mesh(pipeline=2), stage=1, micro_batch=4, accumulation=3)
+    near = predicted(Mesh(pipeline=2), stage=1, micro_batch=4, accumulation=3)
     nbytes = 4 * 128 * 512 * 2
     assert near.messages_s == pytest.approx(3 * (MACHINE.node_latency + nbytes / MACHINE.node_rate))
-    far = foretold(Mesh(pipeline=2, shard=8), stage=1, micro_batch=4, accumulation=3)
+    far = predicted(Mesh(pipeline=2, shard=8), stage=1, micro_batch=4, accumulation=3)
     each = MACHINE.nic_latency + MACHINE.message_host
     assert far.messages_s == pytest.approx(3 * (each + nbytes / MACHINE.rail_rate))
 
 
 def test_stage_3_under_a_pipeline_pays_for_one_gather_a_step() -> None:
     few, many = (
-        foretold(Mesh(pipeline=2, shard=16), stage=3, accumulation=times) for times in (4, 16)
+        predicted(Mesh(pipeline=2, shard=16), stage=3, accumulation=times) for times in (4, 16)
     )
     assert few.communication_s == pytest.approx(many.communication_s)
     assert many.forward_s == pytest.approx(4 * few.forward_s)
@@ -82,9 +82,11 @@ def test_stage_3_under_a_pipeline_pays_for_one_gather_a_step() -> None:
 
 def test_second_shard_saves_time_between_nodes_and_replicas_too() -> None:
     model = PRESETS["gpt2-xl"]
-    plain, second = (foretold(Mesh(shard=64), model, stage=3, secondary=on) for on in (False, True))
+    plain, second = (
+        predicted(Mesh(shard=64), model, stage=3, secondary=on) for on in (False, True)
+    )
     assert second.communication_s + second.hidden_s < plain.communication_s + plain.hidden_s
-    replicas = foretold(Mesh(replicate=8, shard=8), model, stage=3)
+    replicas = predicted(Mesh(replicate=8, shard=8), model, stage=3)
     shard = sum(unit.layout.shard_numel for unit in replicas.job.plan.units)
     travel = 2 * 7 * shard / 8 * 4 / MACHINE.rail_rate
     units = len(replicas.job.plan.units)
@@ -95,7 +97,7 @@ def test_second_shard_saves_time_between_nodes_and_replicas_too() -> None:
 
 
 def test_parts_of_a_step_add_up() -> None:
-    found = foretold(
+    found = predicted(
         Mesh(pipeline=2, replicate=2, shard=2, sequence=2, tensor=2),
         stage=1,
         micro_batch=2,

@@ -45,5 +45,5 @@ def test_models_have_as_many_parameters_as_was_published(name: str, billions: fl
 
 def test_what_interleaving_brings_is_what_was_published() -> None:
     plain, more = (run for run in PUBLISHED if not run.comparable)
-    predicted = more.of(more.foretold().likely) / plain.of(plain.foretold().likely)
+    predicted = more.of(more.predicted().likely) / plain.of(plain.predicted().likely)
     assert predicted == pytest.approx(more.value / plain.value, rel=0.03)  # 1.28

@@ -1,4 +1,4 @@
-"""What memory tiers add to a foretold step: bytes as the plan counts them, over rates made by hand."""
+"""What memory tiers add to a predicted step: bytes as the plan counts them, over rates made by hand."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_a_run_trains_as_it_chose_and_a_resumed_one_keeps_the_choice(tmp_path: P
         tmp_path, parallel__auto="true", offload__folder=tmp_path, train__steps=12, run__name="a"
     ).ended()
     assert "planner: chosen of" in chose.stdout
-    assert re.search(r"planner: foretold .* seen .* of it", chose.stdout)
+    assert re.search(r"planner: predicted .* seen .* of it", chose.stdout)
     pin = re.search(r"planner: to pin it: (.*)", chose.stdout)
     assert pin is not None
     run_ranks(

@@ -60,7 +60,7 @@ def test_a_limit_of_one_rank_binds_all(
     assert found.config.parallel.stage == 3
     assert found.batch.global_batch == 4 * topology.size
     assert found.config.train.micro_batch == found.batch.micro_batch
-    said = topology.world.gather_text(str((found.config, found.batch, found.foretold)))
+    said = topology.world.gather_text(str((found.config, found.batch, found.predicted)))
     assert len(set(said)) == 1
 
 
@@ -79,8 +79,8 @@ def test_a_part_of_the_units_and_inputs_elsewhere_are_applied_and_taken_over(
     found = chosen(topology, folder)
     offload = found.config.offload
     assert (offload.fraction < 1, found.config.activations.rest) == (True, "disk")
-    assert found.foretold is not None
-    assert len(found.foretold.run.offloaded.away) == 2
+    assert found.predicted is not None
+    assert len(found.predicted.run.offloaded.away) == 2
     config = dataclasses.replace(
         found.config, parallel=dataclasses.replace(found.config.parallel, auto=True)
     )

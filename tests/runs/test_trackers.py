@@ -210,7 +210,7 @@ def test_missing_package_is_refused_with_what_to_install(
     monkeypatch.setitem(sys.modules, name, None)
     chosen = {"wandb": LogOptions(wandb="offline"), "mlflow": LogOptions(mlflow="runs/mlruns")}
     package = {"wandb": "wandb", "mlflow": "mlflow-skinny"}[name]
-    said = f"log.{name}: needs {name}, which is not installed; type: pip install {package}, or"
+    said = f"log.{name} needs {name}, which is not installed; type: pip install {package}"
     with pytest.raises(ConfigError, match=said):
         trackers.asked(chosen[name], tmp_path)
 

@@ -1,4 +1,4 @@
-"""The comparison of layouts: its arithmetic on rows made by hand, what is foretold, a run between fake nodes."""
+"""The comparison of layouts: its arithmetic on rows made by hand, what is predicted, a run between fake nodes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def rows() -> list[Row]:
             description="a model",
         )
     ]
-    for name, foretold in (("plain", 1.0), ("pipeline", 0.5)):
+    for name, predicted in (("plain", 1.0), ("pipeline", 0.5)):
         found.append(
             {
                 "kind": "layout",
                 "layout": name,
-                "foretold_s": foretold,
+                "foretold_s": predicted,
                 "planned_nbytes": [1e6, 1e6],
             }
         )

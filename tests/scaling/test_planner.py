@@ -12,7 +12,7 @@ from hpczero.job.mesh import Mesh
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.peak import PlannedRun
 from hpczero.planner.choice import Freedom, candidates
-from hpczero.planner.search import foretell_on, search
+from hpczero.planner.search import prediction_on, search
 from hpczero.predict.machine import load_machine
 from scaling.evidence.record import Row
 from scaling.planner.__main__ import draw, key, picked, summary, text, verdicts
@@ -43,15 +43,15 @@ def test_choice_is_held_against_the_fastest_and_its_times_against_those_seen() -
     (found,) = verdicts(rows())
     assert (found.choice, found.best, found.tried, found.fitting) == ("stage 3", "stage 0", 2, 9)
     assert found.slower == pytest.approx(1.3 / 1.1)
-    assert found.foretold == pytest.approx((1 / 1.1 + 1 / 1.5) / 2)
+    assert found.predicted == pytest.approx((1 / 1.1 + 1 / 1.5) / 2)
 
 
 def test_summary_counts_choices_near_the_fastest_and_times_near_those_seen() -> None:
     said = summary(
         rows()
-    )  # 1.3 / 1.1 slower; foretold 0.91 and 0.67 of what was seen, at the median 0.79
+    )  # 1.3 / 1.1 slower; predicted 0.91 and 0.67 of what was seen, at the median 0.79
     assert said.startswith("0 of 1 choices within 15% of the fastest")
-    assert "1 of 1 foretold within 25% of what was seen" in said
+    assert "1 of 1 predicted within 25% of what was seen" in said
     assert "of all 4 turns: median 0.87, 0.67 to 1.00" in said
     assert said in text(rows())
 
@@ -79,15 +79,15 @@ def test_choice_runner_up_and_distinct_kinds_are_trained_and_nothing_far_slower(
     freedom = Freedom(media=["disk"], rests=["disk"], folder="/scratch")
     least = min(one.most for one in candidates(run, freedom))
     limit = least + 0.3 * (run.most - least)
-    choice = search(run, freedom, foretell_on(sheet), fits=lambda one: one.most <= limit)
+    choice = search(run, freedom, prediction_on(sheet), fits=lambda one: one.most <= limit)
     assert choice.best is not None
     assert choice.runner_up is not None
     found = picked(choice, 6, random.Random(0))
     assert [key(one) for one in found[:2]] == [key(choice.best.run), key(choice.runner_up.run)]
     assert len({key(one) for one in found}) == len(found) == min(6, len(choice.fitting))
     assert any(one.offload.any and one.offload.fraction < 1 for one in found)
-    foretold = {key(one.run): one.step_s for one in choice.fitting}
-    assert max(foretold[key(one)] for one in found) <= 2.5 * choice.best.step_s
+    predicted = {key(one.run): one.step_s for one in choice.fitting}
+    assert max(predicted[key(one)] for one in found) <= 2.5 * choice.best.step_s
 
 
 @pytest.mark.tool

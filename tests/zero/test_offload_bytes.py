@@ -1,4 +1,4 @@
-"""Offload: bytes that move and bytes that stay are those that the plan foretells."""
+"""Offload: bytes that move and bytes that stay are those that the plan predicts."""
 
 from __future__ import annotations
 

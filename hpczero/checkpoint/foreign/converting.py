@@ -113,8 +113,7 @@ def convert(
     found = [name for names in team.all_gather_lists(not_finite) for name in names]
     if found and team.rank == 0:
         logger.warning(
-            "%s: has values that are infinite or no number, in %s; a model with them trains to nothing: compare the "
-            "file with that of its source",
+            "%s: has infinite or NaN values in %s; training from them fails: compare the file with that of its source",
             path,
             on_disk.some(list(dict.fromkeys(found))),
         )

@@ -79,8 +79,8 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
     found = topology.gather(float(bool(broken)))
     if broken and not any(found[: topology.rank]):  # once
         logger.warning(
-            "%s: has values that are infinite or no number, in %s (as rank %d has read it); a model with them trains "
-            "to nothing: compare the file with that of its source",
+            "%s: has infinite or NaN values in %s (as rank %d has read it); training from them fails: compare the "
+            "file with that of its source",
             path,
             some(broken),
             topology.rank,

@@ -107,8 +107,8 @@ class UniversalFolder(Collected):
             foreign = sorted(set(value) - _KNOWN)
             if foreign or PARAM not in value:
                 raise CheckpointError(
-                    f"{file}: has {some(foreign)}, expected {PARAM!r} alone: the parameter is put together otherwise "
-                    "than in the model"
+                    f"{file}: has {some(foreign)}, expected {PARAM!r} alone: DeepSpeed states there how to divide the "
+                    "parameter over tensor ranks, which is not read; take the weights of zero_to_fp32 instead"
                 )
             value = value[PARAM]
         if file.stem == STEP and isinstance(value, int | float):

@@ -27,8 +27,8 @@ from hpczero.plan.offload import Medium
 from hpczero.plan.peak import PlannedRun
 from hpczero.plan.precision import Precision
 from hpczero.plan.sizing import Batch
-from hpczero.planner.choice import Choice, Foretold, Freedom, lines
-from hpczero.planner.search import balance_on, foretell_on, search
+from hpczero.planner.choice import Choice, Freedom, Predicted, lines
+from hpczero.planner.search import balance_on, prediction_on, search
 from hpczero.predict.machine import Machine, machine_of
 from hpczero.probe.job import probe_job
 from hpczero.run.results.folder import RunFolder
@@ -45,13 +45,13 @@ class Chosen:
         config: with the choice among the options.
         model: with or without checkpointing.
         batch: as it is cut now.
-        foretold: what was chosen, and what is expected of it; None for the choice of an earlier start.
+        predicted: what was chosen, and what is expected of it; None for the choice of an earlier start.
     """
 
     config: RunConfig
     model: GPTConfig
     batch: Batch
-    foretold: Foretold | None
+    predicted: Predicted | None
 
 
 def choose_settings(
@@ -116,7 +116,7 @@ def choose_here(
     choice = search(
         base,
         free,
-        foretell_on(machine, measured),
+        prediction_on(machine, measured),
         fits=lambda run: room.holds(run, topology.local_size) and fits_here(run),
         balance=balance_on(base, machine, measured),
         agree=agree,
@@ -223,7 +223,7 @@ def taken_over(
     return _chosen(dataclasses.replace(config, train=train), model, again, **earlier)
 
 
-def applied(config: RunConfig, model: GPTConfig, batch: Batch, best: Foretold) -> Chosen:
+def applied(config: RunConfig, model: GPTConfig, batch: Batch, best: Predicted) -> Chosen:
     """The choice as options."""
     run = best.run
     train = dataclasses.replace(config.train, micro_batch=run.micro_batch, accumulation=None)
@@ -235,7 +235,7 @@ def applied(config: RunConfig, model: GPTConfig, batch: Batch, best: Foretold) -
         parts={name: getattr(run.offload, name) for name in CHOSEN},
         checkpointing=run.checkpointing,
         rest=run.kept.rest if run.checkpointing else "device",
-        foretold=best,
+        predicted=best,
     )
 
 
@@ -248,7 +248,7 @@ def _chosen(
     parts: Mapping[str, Any],
     checkpointing: bool,
     rest: Any,
-    foretold: Foretold | None = None,
+    predicted: Predicted | None = None,
 ) -> Chosen:
     if config.activations.checkpointing != "none":  # asked for there, and how
         checkpointing = config.model.checkpoint_activations
@@ -263,7 +263,7 @@ def _chosen(
         ),
         dataclasses.replace(model, checkpoint_activations=checkpointing),
         batch,
-        foretold,
+        predicted,
     )
 
 
