@@ -29,10 +29,10 @@ from scaling.evidence.record import ROOT, Row, checkouts, commit, head_of, of_ki
 from scaling.evidence.spread import Spread, paired, table, with_spread
 
 LIMIT_S = 600.0
-COMMANDS = "doctor doctor.record plan preflight sample train"
+COMMANDS = "doctor doctor.record plan preflight replay sample train watch"
 MEASUREMENTS = (
-    "bridge checkpoint collectives gpu hostcost layouts overhead parallel peers planner predict report simulate "
-    "simulate.check start sweep sweep.point tiers transports"
+    "balance bridge checkpoint codes collectives exact gpu hostcost layouts losses overhead parallel peers planner "
+    "predict report simulate simulate.check start sweep sweep.point tiers transports"
 )
 HELP = {
     "hpczero.checkpoint": ("", "ls", "verify", "export", "import"),

@@ -138,6 +138,7 @@ TABLE = {
     ),
     "make docs": Verdict(after="-n", shows="-m sphinx .* build/docs"),  # tests/test_site.py
     'pip install ".[hf]"': Verdict(after="--no-deps --no-build-isolation --quiet --dry-run"),
+    'pip install ".[trackers]"': Verdict(after="--no-deps --no-build-isolation --quiet --dry-run"),
     "make examples": Verdict(shows="graphsage")
     if EVERYTHING
     else Verdict(after="-n", shows=r"examples/adapters.py --ranks"),  # --only gcn is typed
@@ -157,12 +158,21 @@ TABLE = {
     "python -m hpczero.watch RUN [RUN ...]": Verdict(
         instead=("RUN [RUN ...]", "runs/given --once"), shows="finished: all steps are done"
     ),
+    "python -m hpczero.watch RUN": Verdict(instead=("RUN", "runs/given"), after="--once"),
     "python -m hpczero.watch runs/mine": WATCH,
+    ".venv/bin/python -m hpczero.watch runs/mine": WATCH,
     "python -m hpczero.watch runs/mine --page": WATCH,
     # In running text these name the command.
     "python -m hpczero.plan": Verdict(
         after="--model gpt2 --ranks 2 --memory 8GB", shows="Use stage"
     ),
+    "python -m hpczero.plan --model FOLDER": Verdict("elsewhere"),  # tests/plan/test_command.py
+    "mpirun -n 2 python -m hpczero.checkpoint export": Verdict(after="runs/given runs/by-two"),
+    "mpirun -n 2 python -m hpczero.checkpoint import": Verdict(
+        after="runs/given/model.safetensors runs/imported-by-two"
+    ),
+    # tests/runs/test_exact_runs.py
+    "python -m hpczero.replay RUN --step 500": Verdict("elsewhere"),
     "python -m hpczero.plan --auto": Verdict(
         after="--model gpt2 --ranks 8 --machine dgx-h100", shows="to pin it"
     ),
@@ -215,6 +225,7 @@ TABLE = {
     "sbatch --signal=USR1@300": Verdict("ask", needs="batch systems", after="slurm/train.sh"),
     "sbatch --test-only": Verdict("ask", needs="real SLURM", after="slurm/train_60b.sh"),
     "srun --mpi=list": Verdict("ask", needs=CLUSTER),
+    "srun --overlap": Verdict("no", needs="in batch jobs"),  # tests/slurm: elastic jobs
     "scancel JOB": Verdict("no", needs="scancel with and without a signal"),  # tests/slurm does
     "scancel --signal=USR1 JOB": Verdict("no", needs="scancel with and without a signal"),
     "scontrol requeue": Verdict("no", needs="What the job does"),  # by itself
@@ -253,6 +264,10 @@ TABLE = {
     ),
     "python -m scaling.predict --layouts 400": Verdict(
         "type", instead=("--layouts 400", "--layouts 16"), shows="dgx-h100"
+    ),
+    "python -m scaling.losses runs/exact-1 runs/int8-1 ...": Verdict(
+        before="cp -r runs/given runs/exact-1 && ",
+        instead=("runs/exact-1 runs/int8-1 ...", "runs/exact-1"),
     ),
     "python -m scaling.predict --scale": Verdict(shows="host / compute"),
 }
