@@ -294,7 +294,7 @@ class Import:
         layout: names and shapes: those of the model, or Hugging Face's GPT-2 for hpczero.models.GPT; None: those of the
             model, and names of GPT-2 are refused.
         step: optimizer steps done; 0 where the name of out or the state of the optimizer says it.
-        tied: further names of tied parameters, each as FURTHER=NAME, where the weights do not tell.
+        tied: further names of tied parameters, each as FURTHER=NAME, where the weights do not tell; NAME=NAME: none.
         buffers: patterns of names of buffers, as '*.running_mean', where the weights do not tell.
         optimizer: name of the class whose state it is; None: take the weights alone.
     """

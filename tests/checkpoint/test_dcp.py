@@ -247,6 +247,28 @@ def test_what_is_not_understood_is_left_out_by_name(
     assert "taken for tied, by equal values: back.weight to embed.weight" in caplog.text
 
 
+def test_equal_values_are_taken_for_tied_where_they_tell_and_options_of_groups_keep_their_form(
+    tmp_path: Path,
+) -> None:
+    schedule = {"kind": "cosine", "falls": [{"at": 3}, {"at": torch.tensor(4.0)}]}
+    names = ["a", "one"]
+    state = {
+        "state": {n: {"exp_avg": torch.ones(4), "step": torch.tensor(2.0)} for n in names},
+        "param_groups": [{"params": names, "lr": 0.1, "decay": schedule}],
+    }
+    weights = {"a": torch.arange(4.0), "again": torch.arange(4.0), "frozen": torch.ones(4)}
+    content = {"model": {**weights, "one": torch.ones(4), "mean": torch.arange(4.0)}, "o": state}
+    folder = saved(tmp_path / "theirs", content)
+    for tied, expected in (({}, {"again": "a"}), ({"again": "again"}, {})):
+        path = convert(folder, tmp_path / f"run{len(tied)}", buffers=["mean"], tied=tied)
+        manifest = read_manifest(path)
+        rows = manifest.table.rows
+        found = {row.name: rows[row.tied_to].name for row in rows if row.tied_to is not None}
+        assert found == expected
+        (group,) = manifest.meta["optimizer"]["groups"]
+        assert group["decay"] == {"kind": "cosine", "falls": [{"at": 3}, {"at": 4.0}]}
+
+
 @pytest.mark.mpi
 def test_all_ranks_write_and_read_what_one_would(
     world: World, monkeypatch: pytest.MonkeyPatch
@@ -285,6 +307,7 @@ def test_what_an_import_would_mix_or_lose_is_refused_by_name(tmp_path: Path) -> 
         ("models", {"a": {"model": values}, "b": {"model": values}}, "several models"),
         ("both", {"model": values, "o": state | group, "p": state | group}, "o, p"),
         ("int", {"model": values, "o": {"state": {"w": {"step": 2}}} | group}, "no tensor"),
+        ("twice", {"model": {**values, "_orig_mod.w": torch.zeros(4)}}, "name one weight"),
     ):
         folder = saved(tmp_path / name, content)
         with pytest.raises(CheckpointError, match=said):

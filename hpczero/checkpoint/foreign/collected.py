@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class Collected(dict[str, HeldTensor]):
                 if kinds.setdefault(key, found) != found:
                     raise CheckpointMismatch(
                         f"{self.path}: state {key!r} of {name} is {found}, and of others {kinds[key]}; expected one "
-                        "kind"
+                        "kind, so take the weights alone (--optimizer None)"
                     )
                 number = None if whole else value.whole().item()
                 present.setdefault(key, {})[name] = number
@@ -114,17 +114,22 @@ class Collected(dict[str, HeldTensor]):
         return {**meta, "present": present}, places
 
 
-def likely_tied(weights: Collected, trained: Mapping[str, int]) -> dict[str, str]:
-    """Tensors that the optimizer does not know, each with one of equal values that it trains. Reads.
+def likely_tied(
+    weights: Collected, unknown: Iterable[str], trained: Mapping[str, int]
+) -> dict[str, str]:
+    """Names of ``unknown``, which the optimizer does not know, each with a tensor of equal values that it trains.
 
-    A program saves a tied parameter under every name, and its state under one.
+    Reads. A program saves a tied parameter under every name, and its state under one. Values that are all alike, as
+    those of a fresh normalisation, tell nothing.
     """
     found: dict[str, str] = {}
-    for name, held in weights.items():
-        if name not in trained and held.dtype.is_floating_point and held.numel > 1:
-            same = (one for one in trained if one in weights and weights[one].shape == held.shape)
-            owner = next((one for one in same if is_equal(weights, name, one)), None)
-            found |= {name: owner} if owner else {}
+    for name in unknown:
+        held = weights[name]
+        same = (one for one in trained if one in weights and weights[one].shape == held.shape)
+        owner = next((one for one in same if is_equal(weights, name, one)), None)
+        if owner is not None:
+            values = held.whole().reshape(-1)
+            found |= {name: owner} if bool((values != values[:1]).any()) else {}
     if found:
         told = [f"{name} to {owner}" for name, owner in found.items()]
         logger.warning("%s: taken for tied, by equal values: %s", weights.path, some(told))

@@ -68,8 +68,8 @@ def convert(
         layout: as in ``import_weights``. None is ``hpczero``, and refuses names of Hugging Face's GPT-2, which are
             hardly meant so.
         step: optimizer steps done; 0 where ``out`` or the state of the optimizer says it.
-        tied: further names of parameters, each with the name that the weights have. Those that our own export or a
-            torch file states, and the head of GPT-2, are known.
+        tied: further names of parameters, each with the name that the weights have, or with itself where it is tied to
+            none. Those that our own export or a torch file states, and the head of GPT-2, are known.
         buffers: patterns of names, as ``*.running_mean``. Tensors that are not floating point, and those that our own
             export states, are known to be buffers.
         optimizer: name of the class whose state it is, where there is one; None: the weights alone are taken.
@@ -152,8 +152,11 @@ def _plan(
     if isinstance(weights, Collected):
         step = step or weights.step()
         state, places = weights.optimizer(optimizer)
-        known_tied = {**likely_tied(weights, places), **weights.known_tied}
         known_buffers = list(weights.known_buffers)
+        patterns = (*known_buffers, *buffers)
+        unknown = [name for name in weights if name not in {*places, *tied}]
+        unknown = [name for name in unknown if not _is_buffer(name, weights, patterns)]
+        known_tied = {**likely_tied(weights, unknown, places), **weights.known_tied}
         if weights.left:
             logger.warning(
                 "%s: left out what is neither weight nor state of an optimizer: %s",
@@ -161,6 +164,7 @@ def _plan(
                 on_disk.some(weights.left),
             )
     aliases = known_tied | weight_files.of_storage(weights) | dict(tied)
+    aliases = {alias: name for alias, name in aliases.items() if alias != name}
     patterns = (*known_buffers, *buffers)
     held = [name for name in weights if name not in aliases]
     names = [name for name in held if not _is_buffer(name, weights, patterns)]

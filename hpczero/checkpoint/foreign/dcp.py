@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from typing_extensions import override
 
@@ -239,21 +240,22 @@ class DcpFolder(Collected):
                     f"{remedy}"
                 )
         parent = parents[0] if len(parents) == 1 else [*named, ()][0]
-        weights = {
-            plain_name(str(way[-1])): held
-            for way, held in tensors.items()
+        own = {
+            way
+            for way in tensors
             if not roles[way] and way[:-1] == parent and not str(way[-1]).endswith(EXTRA)
         }
+        weights = {plain_name(str(way[-1])): held for way, held in tensors.items() if way in own}
+        if len(weights) < len(own):
+            raise CheckpointError(
+                f"{path}: two of its keys name one weight, where prefixes of wrappers ('_orig_mod.') are left out; "
+                "save the model's own state_dict"
+            )
         if not weights:
             raise CheckpointError(
                 f"{path}: no weights there; expected keys 'model.NAME' or 'NAME', and it has "
                 f"{some(['.'.join(map(str, way)) for way in tensors]) or 'no tensors'}"
             )
-        known = {
-            str(way[-1])
-            for way in tensors
-            if way[:-1] == parent and plain_name(str(way[-1])) in weights
-        }
         states: dict[str, dict[str, HeldTensor]] = {}
         for way in (way for way in values if with_state and roles[way] == "state"):
             name, key = _state_key(way)
@@ -268,8 +270,7 @@ class DcpFolder(Collected):
         others = (
             way
             for way in values
-            if (not roles[way] and not (way[:-1] == parent and str(way[-1]) in known))
-            or (with_state and not states and roles[way])
+            if (not roles[way] and way not in own) or (with_state and not states and roles[way])
         )
         self.left = [".".join(map(str, way)) for way in others]
 
@@ -314,17 +315,16 @@ class DcpFolder(Collected):
 
     @override
     def groups(self) -> Groups:
-        nested: dict[int, dict[str, Any]] = {}
+        nested: dict[str, Any] = {}
         flat: dict[str, dict[str, Any]] = {}
         for way, held in self._options.items():
             value = held.whole() if isinstance(held, HeldTensor) else held.value()
             if "param_groups" in way:
-                _, place, option = way[way.index("param_groups") :][:3]
-                nested.setdefault(int(place), {})[str(option)] = value
+                set_element(nested, way[way.index("param_groups") :], value)
             else:
                 name, _, option = str(way[-1]).removeprefix("param_groups.").rpartition(".")
                 flat.setdefault(plain_name(name), {})[option] = value
-        groups = [nested[place] for place in sorted(nested)]
+        groups: list[dict[str, Any]] = nested.get("param_groups", [])
         if groups:
             named = [list(map(str, group.pop("params", ()))) for group in groups]
             return groups, {plain_name(n): i for i, names in enumerate(named) for n in names}

@@ -80,7 +80,7 @@ def test_files_of_two_saves_are_never_loaded_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["trainer", "adapter"])
 def test_killed_save_model_leaves_one_save_or_none(tmp_path: Path, what: str) -> None:
     """From the first change of the disk to the last, on one rank."""
-    changes = range(70) if EVERYTHING else (1, 9, 14, 18)
+    changes = range(100) if EVERYTHING else (1, 9, 14, 18)
     (lines,) = told([what, str(tmp_path), *map(str, changes)]).values()
     assert len(lines) == len(changes)
     assert sum(ended == -9 for _, ended, _, _ in lines) >= 3, lines
