@@ -26,7 +26,7 @@ from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
 # Of the first loss: fp32 by the order of sums, bf16 by the rounding of activations.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2**-8}
 LATER = 10.0  # times that after the first step; a wrong gradient moves the loss by 1e-2 soon
-TENSOR_GOAL, PIPELINE_GOAL = 0.8, 0.9  # of torch's time, at most (issue 19)
+TENSOR_GOAL, PIPELINE_GOAL = 0.8, 0.9  # of torch's time, at most
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def be_deterministic() -> None:
     Raises:
         ConfigError: CUDA has started already, or CUBLAS_WORKSPACE_CONFIG is set to what has no fixed order.
 
-    Source: torch's notes on reproducibility; issue 20, item 3.
+    Source: torch's notes on reproducibility.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigError(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Adapter:
-    """A model as the training command sees it (issue 17, seam S9). Nothing here is collective but ``pretrained``.
+    """A model as the training command sees it. Nothing here is collective but ``pretrained``.
 
     A subclass has at least ``build``, and ``samples`` where it does not read text.
 

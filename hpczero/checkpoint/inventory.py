@@ -40,8 +40,6 @@ from hpczero.zero.update.whole_states import is_packed
 #
 # Tensor ranks hold parts of a parameter, or all the same whole one. Pipeline stages hold different parameters, and some
 # one tied weight twice. A checkpoint knows nothing of that: names, shapes and order are those of the whole model.
-#
-# Source: issue 19.
 
 Rows = Sequence[tuple[str, tuple[int, ...], int]]  # name, shape, optimizer group
 

@@ -45,7 +45,7 @@ from hpczero.plan.layout import Coding
 # a part on each of its ranks, so that backward asks nobody outside: of 8Ψ bytes between nodes in a step of half
 # precision 6Ψ are left, for Ψ parameters' bytes more per node.
 #
-# Source: Wang et al., ZeRO++, arXiv 2306.10209, sec. 3.3 (hpZ); Zhang et al., MiCS, arXiv 2205.00119 (issue 19).
+# Source: Wang et al., ZeRO++, arXiv 2306.10209, sec. 3.3 (hpZ); Zhang et al., MiCS, arXiv 2205.00119.
 
 
 class SecondaryCopy:

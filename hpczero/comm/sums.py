@@ -363,7 +363,7 @@ class SharedPath(Path):
 # in the same order, from one thread at a time. They return new tensors and leave their arguments as they are. In a
 # group of one they return the argument itself.
 #
-# Source: issue 19; Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3.
+# Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3.
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Up to here everybody sums everything: one exchange. Above, each sums a part and gathers the others.

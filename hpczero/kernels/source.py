@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 VECTOR_NBYTES = 16  # the widest load of a thread
-# Of one launch. With 256 a compiler took 9.5 s and kept 4 KiB of each thread in local memory (issue 20); larger sums
+# Of one launch. With 256 a compiler took 9.5 s and kept 4 KiB of each thread in local memory; larger sums
 # are several launches.
 MOST_BLOCKS = 32
 MOST_BLOCKS_OF_ROWS = 16

@@ -25,7 +25,7 @@ from torch import Tensor
 #
 # The chords depart from the inverse by at most 1e-6, and the largest deviate is 6.4.
 #
-# Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC11, sec. 3 (Philox); issue 20.
+# Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC11, sec. 3 (Philox).
 
 BLOCK = 8  # words of 32 bits that one count of the generator makes
 CHUNK = 2**15  # deviates that are made together: they stay in a core's cache

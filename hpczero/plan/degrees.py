@@ -130,7 +130,7 @@ def mesh_of(options: LayoutOptions, ranks: int, ranks_per_node: int) -> Mesh:
         ConfigError: the degrees do not multiply to the ranks; tensor groups would lie on several nodes; shards of a
             node have no two ranks there; a secondary shard would save nothing.
 
-    Source: issue 19; groups of shards inside a node: Zhang et al., MiCS, arXiv 2205.00119; a second one: Wang et al.,
+    Source: groups of shards inside a node: Zhang et al., MiCS, arXiv 2205.00119; a second one: Wang et al.,
     ZeRO++, arXiv 2306.10209, sec. 3.2.
     """
     given = {"pipeline": options.pipeline, "sequence": options.context, "tensor": options.tensor}

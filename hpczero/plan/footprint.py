@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # worth more than the host's microseconds. The buffers of a round grow with G accordingly. They never pass 2 G blocks,
 # which is two units in the dtype of the wire divided by the ranks of a node.
 #
-# Source: issue 20, item 1; docs/scale.md has the counts.
+# docs/scale.md has the counts.
 
 # Upper bound of the buffers that receive peers' gradient blocks, unless messages would then be too short.
 EXCHANGE_BYTES = 32 * 2**20

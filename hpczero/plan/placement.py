@@ -6,7 +6,7 @@ Where the grains do not divide, the last parts are padded in memory; files and n
 
     whole (3C, C), strips 3, 2 parts     | q q | k k | v v |     part 0:  | q | k | v |    three runs of the whole
 
-Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3 (issue 19).
+Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3.
 """
 
 from __future__ import annotations

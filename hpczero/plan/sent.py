@@ -10,7 +10,7 @@ activations:
     context    8 b s h / (t c) x (c - 1) / c elements for each block and micro-batch (12 with checkpointing)
     pipeline   b s h elements for each boundary, direction and micro-batch; tied weights: one fp32 shard
 
-Source: issue 19; Rajbhandari et al., ZeRO, SC20, sec. 7; Shoeybi et al., arXiv 1909.08053, sec. 3; Narayanan et al.,
+Source: Rajbhandari et al., ZeRO, SC20, sec. 7; Shoeybi et al., arXiv 1909.08053, sec. 3; Narayanan et al.,
 arXiv 2104.04473, sec. 3.2; Jacobs et al., DeepSpeed-Ulysses, arXiv 2309.14509, sec. 3.2.
 """
 

@@ -5,7 +5,7 @@
     + a second shard of the parameters inside the node
     + own gradients until the last micro-batch, activations of the forwards alive, buffers between stages
 
-Source: issue 19; states: Rajbhandari et al., ZeRO, SC20, sec. 5; second shard: Wang et al., arXiv 2306.10209, sec. 3.2.
+Source: of states: Rajbhandari et al., ZeRO, SC20, sec. 5; second shard: Wang et al., arXiv 2306.10209, sec. 3.2.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ Assumptions, all of them:
 - each tensor rank sends the whole output of its stage to the next, with sequence parallelism its part.
 
 Source of the formulas: Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH
-(2005), sec. 4, per level; Narayanan et al., Megatron-LM on GPU clusters, arXiv 2104.04473, sec. 3; issue 19.
+(2005), sec. 4, per level; Narayanan et al., Megatron-LM on GPU clusters, arXiv 2104.04473, sec. 3.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from hpczero.predict.network import NOTHING, Cost, Exchanged, Network, RailTimes
 # - what comes lies in memory that the kernel hands out anew, since what was used before was given back, unless ranks of
 #   a node share it and keep its pages; mean gradients on their way out lie in new memory always.
 #
-# Source: Rajbhandari et al., ZeRO-Infinity, SC21, sec. 4 and 6; issue 18.
+# Source: Rajbhandari et al., ZeRO-Infinity, SC21, sec. 4 and 6.
 
 NOTHING_MOVED = TierTraffic()
 # Small operations that a window costs whoever computes: it is asked for, waited for, cut into tensors, given back.

@@ -35,8 +35,7 @@ from hpczero.predict.machine import Machine
 # compute with its host time, as far as it hides at all. Not in the model: that threads of Python wait for each other,
 # what the MPI library does for a message that leaves, and other algorithms than pairs, which a measurement may choose.
 #
-# Source: `hpczero.comm.algorithms`, `hpczero.comm.rails`, `hpczero.kernels.tree_sum`; issue 20, item
-# 5.
+# Source: `hpczero.comm.algorithms`, `hpczero.comm.rails`, `hpczero.kernels.tree_sum`.
 
 FP32_BYTES = 4
 

@@ -423,7 +423,7 @@ def register_forward(model: nn.Module, name: str) -> None:
         ConfigError: there is no such method.
         PlanError: the model was not zeroified.
 
-    Source: issue 15; torch offers the same for FSDP2 (``register_fsdp_forward_method``).
+    Source: torch offers the same for FSDP2 (``register_fsdp_forward_method``).
     """
     state = sharding(model)
     path, _, last = name.rpartition(".")

@@ -1,7 +1,7 @@
 """Attachment: whether the model and its optimizers still hold what was sharded; and Unfreezing: what trains since.
 
 The attachment is checked at every step. To walk through modules by torch's own iterators costs more than the rest of a
-small step (issue 17). The check therefore compares identities first, and looks for names once something is wrong.
+small step. The check therefore compares identities first, and looks for names once something is wrong.
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ class Residence:
 
     @contextmanager
     def keep_whole(self) -> Iterator[None]:
-        """Context: units that are unsharded stay whole until its end or the next step (issue 17, seam S5).
+        """Context: units that are unsharded stay whole until its end or the next step.
 
         Several micro batches then unshard parameters once, where a pipeline stage would do so for every forward and
         every backward. The price is the memory of whole parameters. All ranks enter and leave together.

@@ -1,7 +1,7 @@
 """Filling: the first values of all units.
 
 ``initialize`` draws parameters of the whole model, and a rank keeps its part of each. First values are therefore the
-same bits for every layout of ranks (issue 19).
+same bits for every layout of ranks.
 
     f(name, tensor)     every rank draws every parameter whole, one at a time; ranks compare all values
     a RangeInitializer  every rank draws its own shard (``drawing``); ranks compare samples of each parameter before

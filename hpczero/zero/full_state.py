@@ -29,8 +29,6 @@ from hpczero.zero.zeroify import sharding
 #
 # The units of all stages come one after the other. The ranks of a stage gather one of their units over its shards, and
 # of each tensor part one rank sends it to rank 0. Nobody holds more than a unit. Replicas send nothing.
-#
-# Source: issue 19.
 
 ROOT = 0
 NAMED = 5  # in a message

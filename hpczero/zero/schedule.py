@@ -9,7 +9,7 @@
 Ranks of one host share each unit's buffer (transport ``window``). It lasts, and the fp32 master is this rank's slice of
 it. Parameters are then gathered once, after the step; unshard only waits, and reshard only closes guards.
 
-What a module is given and what it returns stay the caller's: nothing is copied, wrapped or replaced (issue 15).
+What a module is given and what it returns stay the caller's: nothing is copied, wrapped or replaced.
 """
 
 from __future__ import annotations

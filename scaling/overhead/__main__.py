@@ -21,7 +21,7 @@ from scaling.evidence.record import Row, head_of, of_kind, run_row, where_and_wh
 from scaling.evidence.spread import Spread, by_round, paired, table, with_spread
 
 TOLERANCE = 1e-5
-GOALS = {"stage 0": 1.5, "stage 3": 1.9}  # of plain torch's thread time, at most (issue 20)
+GOALS = {"stage 0": 1.5, "stage 3": 1.9}  # of plain torch's thread time, at most
 
 
 @dataclass(frozen=True)

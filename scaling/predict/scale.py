@@ -17,7 +17,7 @@ MODEL = "gpt-60b"
 RANKS = (400, 4096, 100_000)
 BATCH = 4  # sequences of a rank
 MACHINE, PER_NODE = "dgx-h100", (8, 16)
-# What the host may take of a step: issue 20.
+# What the host may take of a step.
 MOST_HOST_S = {400: 0.5, 4096: 2.0}
 MOST_SHARE = {400: 0.05}
 

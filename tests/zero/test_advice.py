@@ -1,4 +1,4 @@
-"""What is legal and seldom meant is told once, on rank 0 (issue 15, C)."""
+"""What is legal and seldom meant is told once, on rank 0."""
 
 from __future__ import annotations
 

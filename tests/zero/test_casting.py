@@ -1,4 +1,4 @@
-"""At the model's boundary in half precision: whose tensors are cast, and what the loss scale reaches (issue 15)."""
+"""At the model's boundary in half precision: whose tensors are cast, and what the loss scale reaches."""
 
 from __future__ import annotations
 

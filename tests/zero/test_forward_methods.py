@@ -1,4 +1,4 @@
-"""Methods other than forward train as forward does, once they are registered (issue 15)."""
+"""Methods other than forward train as forward does, once they are registered."""
 
 from __future__ import annotations
 

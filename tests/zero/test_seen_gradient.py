@@ -1,4 +1,4 @@
-"""``parameter.grad`` after backward: what plain torch does with it works on shards, or is refused (issue 15)."""
+"""``parameter.grad`` after backward: what plain torch does with it works on shards, or is refused."""
 
 from __future__ import annotations
 

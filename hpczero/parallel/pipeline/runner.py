@@ -3,7 +3,7 @@
     forward    receive x, call the stage, send x on; keep x and the place in its graph where the gradient comes in
     backward   receive the gradient of what was sent, run the graph, send the gradient of x back
 
-Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2 (issue 19).
+Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hpczero.zero.zeroify import sharding
 # Each stage reduces its own gradient over its data parallel ranks first. The weight is a unit of its own on both
 # stages, so its shards are the same elements on both, and each rank adds its twin's shard to its own: first stage +
 # last stage, in this order, so that both get the same bits. Source: the sum that Megatron-LM makes over its embedding
-# group, arXiv 2104.04473; on shards it is 1 / (data parallel ranks) of the bytes (issue 19).
+# group, arXiv 2104.04473; on shards it is 1 / (data parallel ranks) of the bytes.
 
 
 class Ties:

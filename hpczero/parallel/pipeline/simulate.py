@@ -25,7 +25,7 @@ from hpczero.errors import ConfigError, PlanError
 # and all schedules give the same bits. The last action of a stage is a backward: before it some gradients are not
 # complete.
 #
-# Source: Huang et al., GPipe, arXiv 1811.06965; Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2 (issue 19).
+# Source: Huang et al., GPipe, arXiv 1811.06965; Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2.
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)

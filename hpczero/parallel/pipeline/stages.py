@@ -304,7 +304,7 @@ def cut(
     Raises:
         PlanError: the model cannot be cut so, or ranks have other models; the same on every rank.
 
-    Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2 (issue 19).
+    Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2.
     """
     group = topology.pipeline
     with topology.agreed("cut the model into stages"):

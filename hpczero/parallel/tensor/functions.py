@@ -12,7 +12,7 @@ Each is linear, so its forward derivative is itself. Each adjoint is one of the 
 right too. All are collective over the ranks of ``sums`` where a row says sum, gather or all-to-all.
 
 Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3 (f and g); Korthikanti et al., arXiv 2205.05198, sec.
-4.2.2; Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, sec. 3.2; issue 19.
+4.2.2; Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, sec. 3.2.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def matches(pattern: str, name: str) -> bool:
 # the rank. Nothing is kept between calls. Whoever restores the default stream, as activation checkpointing does, gets
 # the same masks again.
 #
-# Source: the idea of two streams is Megatron-LM's (``core/tensor_parallel/random.py``); issue 19.
+# Source: the idea of two streams is Megatron-LM's (``core/tensor_parallel/random.py``).
 
 MOST_SEED = 2**62
 

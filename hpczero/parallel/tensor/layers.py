@@ -11,7 +11,7 @@ know none would not hold the whole model. Outputs of a column layer that are pad
 them need not be (a sigmoid of 0 is 1/2). A row layer therefore leaves padded inputs out of its product: they reach no
 sum, no weight there has a gradient, and none flows back into the column layer.
 
-Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3; issue 19.
+Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Two small exchanges carry three numbers for each row. Nothing of the size of the
 but their gradient. Where torch asks for more than a gradient (gradients of gradients, torch.func, forward mode), the
 same loss is composed of torch's own operations, with more memory.
 
-Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3; issue 19.
+Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3.
 """
 
 from __future__ import annotations

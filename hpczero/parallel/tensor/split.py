@@ -70,7 +70,7 @@ def split(model: Model, topology: Topology, rule: Rule, *, sequence: bool = Fals
             is as it was.
         CommError: no memory can be shared between the ranks; on every rank.
 
-    Source: Shoeybi et al., arXiv 1909.08053, sec. 3; Korthikanti et al., arXiv 2205.05198, sec. 4.2.2; issue 19.
+    Source: Shoeybi et al., arXiv 1909.08053, sec. 3; Korthikanti et al., arXiv 2205.05198, sec. 4.2.2.
     """
     with topology.world.agreed("split the model"):
         found = inspect(model, topology.tensor, rule, sequence=sequence)
@@ -283,7 +283,7 @@ def _look_at_streams(module: nn.Module, args: Any, kwargs: Any, *, sums: Sums) -
 # those of own tokens: ``zeroify`` averages them over ``topology.data_sequence``. The loss of a rank is the mean over
 # its own tokens, so all must have equally many.
 #
-# Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, sec. 3; issue 19.
+# Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, sec. 3.
 
 HEADS, ULYSSES_TIME = 1, 2  # of (B, H, T, D)
 

@@ -264,7 +264,7 @@ class PartialReducer(Reducer):
     tokens. Their gradients are summed over the tensor ranks after the data parallel ranks: what travels is a shard of
     them, once per reduction.
 
-    Source: Korthikanti et al., arXiv 2205.05198, sec. 4.2.2 (issue 19).
+    Source: Korthikanti et al., arXiv 2205.05198, sec. 4.2.2.
     """
 
     def __init__(

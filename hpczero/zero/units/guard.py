@@ -435,7 +435,7 @@ def take_own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 # LateUpdate: whole parameters whose new values are still on their way when ``optimizer.step()`` returns.
 #
 # At stages 1 and 2 every unit is gathered after the update. Where that goes on beside the program, nobody needs to wait
-# before a unit is used: its call in the next forward waits for it alone (issue 20, 2).
+# before a unit is used: its call in the next forward waits for it alone.
 #
 # [Note: Who waits]
 # Until then the parameters are of a class that waits for whatever asks for their values, and is gone afterwards. They

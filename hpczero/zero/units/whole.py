@@ -251,7 +251,7 @@ class ParameterWatch:
 #
 # A rank cannot raise where its peers wait for its part of a collective: they would wait for ever. It takes part with a
 # mark in the place of its values, a NaN of bits that no arithmetic makes, and all ranks raise once the gather has
-# ended. No message more is sent for it (issue 18).
+# ended. No message more is sent for it.
 
 # Quiet NaNs: by the bytes of an element, and for half types with both exponents.
 BITS = {4: (torch.int32, 0x7FD1BAD5), 2: (torch.int16, 0x7FD1)}

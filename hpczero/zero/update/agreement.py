@@ -38,7 +38,7 @@ from hpczero.zero.units.unit import Unit
 #
 # Whoever asks a tensor on a device for a number waits until the device has come that far. A step asks once anyway, for
 # the norm or for whether gradients are finite. What a program wants to know of the same step, its loss above all, comes
-# along then (issue 20, 2).
+# along then.
 
 
 class DeferredNumber:
@@ -470,8 +470,6 @@ class Replicas:
 # Gradients that rest on a memory tier have to be brought for it. All are at the first step, where a wrong rule shows
 # before anything is updated. After that one unit is at each step, by turns.
 #
-# Source: issue 19.
-
 # Of all norms together. What rounding does is below a thousandth, in half precision too.
 MOST_OFF = 1e-2
 

@@ -180,7 +180,7 @@ def _describe(mark: dict[str, Any]) -> str:
 # AwayStates: what the optimizer keeps of pieces that rest on a tier.
 #
 # Between steps ``optimizer.state`` has of each piece what is one number, ``step`` say. The rest of its state is on the
-# tier. Its names are there, and whatever would show, change or leave out its values is an error (issue 18): a program
+# tier. Its names are there, and whatever would show, change or leave out its values is an error: a program
 # that sets all of its momenta to zero must not set some.
 
 

@@ -29,8 +29,8 @@ from hpczero.zero.update.optimizers import ELEMENTWISE
 
 # Spans: neighbouring pieces of one optimizer group, and which of them may be stepped on as one tensor.
 #
-# An optimizer works through hundreds of small tensors, one call or launch each; the elements do not care (issue 17,
-# S3). Between steps every piece has state of its own in ``optimizer.state``, as torch would have made it. Where torch
+# An optimizer works through hundreds of small tensors, one call or launch each; the elements do not care.
+# Between steps every piece has state of its own in ``optimizer.state``, as torch would have made it. Where torch
 # has made it for a long tensor, those are parts of it, and nothing else remembers that: the tensors say themselves
 # where they lie.
 #
@@ -492,7 +492,7 @@ def in_groups(
 # Prepared: what a step was taken over, and whether the next one may be taken over the same.
 #
 # Training takes the same step again and again. What a program may have changed meanwhile is looked at in a few passes
-# over all pieces; only where something is not as it was are they put together anew (issue 20, 2).
+# over all pieces; only where something is not as it was are they put together anew.
 
 _version = attrgetter("_version")
 

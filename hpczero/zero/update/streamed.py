@@ -1,7 +1,7 @@
 """StreamedUpdate: torch's own step of an elementwise optimizer over shards that rest on a tier, window by window.
 
 One ``optimizer.step()`` of the program is one call of torch's method for every window of every unit. Schedulers and
-hooks see one step (issue 18).
+hooks see one step.
 
     read ahead   [values | gradient | state]     the next windows
     step         long tensors are views of the staging block, as ``parts`` makes them of memory
