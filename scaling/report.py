@@ -104,7 +104,7 @@ def results_in(path: Path) -> list[Path]:
         raise ConfigError(
             f"{path}: holds no results of the measuring commands (python -m scaling....), expected files such as "
             "sweep-weak.jsonl; give the folder that such a command wrote. Points of a study by sbatch are there once "
-            "its command has been typed again with --collect"
+            "its command has been run again with --collect"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The search: all settings that a planner may choose, held against memory, ordered by their time.
+"""The search: all settings that a planner may choose, compared with memory, ordered by their time.
 
 all or nothing on a tier -> which fit -> the least part of those that need a tier -> which fit -> the choice
 """

@@ -93,7 +93,7 @@ class TrainingStep:
             scheduler: scheduler of the learning rate; it steps after each update.
             waits: whether to wait for the device before each clock is read. Phases are then those of the device, and a
                 step takes a little longer. It has no effect on the host.
-            checkpointing: what calls the model's blocks; None where that is nobody's business.
+            checkpointing: what calls the model's blocks; None where nothing calls them otherwise.
         """
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self.passes, self._samples = passes, samples

@@ -1,1 +1,1 @@
-"""Layouts of ranks held against each other: steps predicted and seen, bytes."""
+"""Layouts of ranks compared with one another: steps predicted and seen, bytes."""

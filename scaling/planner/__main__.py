@@ -197,7 +197,7 @@ class Verdict:
 
 
 def verdicts(rows: list[Row]) -> list[Verdict]:
-    """One of each setting. Times are medians over the rounds; predicted is held against seen within a round."""
+    """One of each setting. Times are medians over the rounds; predicted is compared with seen within a round."""
     found = []
     turns = list(of_kind(rows, "turn"))
     for setting in dict.fromkeys(row["setting"] for row in turns):

@@ -1,1 +1,1 @@
-"""Predictions held against measurements: ``python -m scaling.predict``."""
+"""Predictions compared with measurements: ``python -m scaling.predict``."""

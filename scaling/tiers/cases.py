@@ -197,7 +197,7 @@ class Fio:
         with topology.agreed("find fio"):
             if topology.is_root and shutil.which("fio") is None:
                 raise ConfigError(
-                    "fio is not installed, which the disk is held against; type: apt-get install fio, or take "
+                    "fio is not installed, which the disk is compared with; type: apt-get install fio, or take "
                     "--fio_mib 0"
                 )
 

@@ -1,6 +1,6 @@
 """What every adapter that brings its own samples must do. A new one adds a subclass and its ``make``.
 
-The training that shards are held against is plain torch: the adapter's model, AdamW and the whole batch in one process.
+Shards are compared with plain torch: the adapter's model, AdamW and the whole batch in one process.
 """
 
 from __future__ import annotations

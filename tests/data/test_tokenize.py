@@ -100,7 +100,7 @@ def test_malformed_descriptions_are_refused(text: str) -> None:
     assert json.loads(ByteTokenizer().to_json())["kind"] == "bytes"
 
 
-# --- where text is divided, held against the words that the library itself makes of it
+# --- where text is divided, compared with the words that the library itself makes of it
 
 
 PRE = pre_tokenizers.ByteLevel(add_prefix_space=False)

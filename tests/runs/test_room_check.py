@@ -1,4 +1,4 @@
-"""A run held against the memory there is: what is refused, what is said to fit, and a real run under real limits."""
+"""A run compared with the memory there is: what is refused, what is said to fit, and a real run under real limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that share memory are found by their addresses, held against sets of all bytes."""
+"""Tensors that share memory are found by their addresses, compared with sets of all bytes."""
 
 from __future__ import annotations
 

@@ -396,7 +396,7 @@ def misnamed(path: Path, manifest: on_disk.Manifest) -> str:
 
 
 def read_manifest(path: Path) -> on_disk.Manifest:
-    """The manifest of the checkpoint ``path``, held against the size of its file.
+    """The manifest of the checkpoint ``path``, compared with the size of its file.
 
     Raises:
         CorruptCheckpoint: it is missing or was changed, or the file has another size.

@@ -32,7 +32,7 @@ from hpczero.tier import Fetch, Place, Record, Staged, Tier, Traffic
 # Rest: where what this rank keeps of one unit, values and mean gradient, lies between uses.
 #
 # A unit asks for its values in four ways: it copies them out, replaces them, works on them where they are, and says
-# ahead of time that it will want them. Where they lie meanwhile is nobody's business. A gradient is
+# ahead of time that it will want them. Only the tier knows where they lie meanwhile. A gradient is
 # made in backward, and gone after the step.
 
 

@@ -1,4 +1,4 @@
-"""Texts that a model writes in an evaluation, held against plain Seq2SeqTrainer in one process."""
+"""Texts that a model writes in an evaluation, compared with plain Seq2SeqTrainer in one process."""
 
 from __future__ import annotations
 
