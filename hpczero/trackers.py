@@ -116,11 +116,11 @@ class BackgroundTracker:
         self._look()
 
     def __exit__(self, *_: object) -> None:
-        """End the run in the tracker; waits ``FINISH_S`` seconds at most."""
+        """End the run in the tracker; waits ``FINISH_S`` seconds at most, twice that where it is far behind."""
         self._look()
         if not self._failed:
-            with suppress(queue.Full):  # then it does not end within that time
-                self._rows.put_nowait(None)
+            with suppress(queue.Full):  # told below: it does not end
+                self._rows.put(None, timeout=FINISH_S)
             self._thread.join(FINISH_S)
             if self._thread.is_alive():
                 self._fail(f"it has not ended within {FINISH_S:.0f} s")
