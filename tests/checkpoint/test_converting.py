@@ -279,7 +279,7 @@ def test_values_that_are_no_numbers_are_told_with_their_tensor(
 ) -> None:
     torch.save({"good": torch.ones(3), "bad": torch.tensor([1.0, value])}, tmp_path / "own.pt")
     convert(tmp_path / "own.pt", tmp_path / "out")
-    told = [record.getMessage() for record in caplog.records if "no number" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "NaN values" in record.getMessage()]
     assert len(told) == 1
     assert "in bad;" in told[0]
 
