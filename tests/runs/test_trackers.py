@@ -187,7 +187,10 @@ def test_run_goes_on_without_a_tracker_that_raises_or_hangs_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trackers, "FINISH_S", 0.05 if hangs else 5.0)
-    waiting = {"log": 8, "start": 20}  # which is all steps, so there is no room to say that they end
+    waiting = {
+        "log": 8,
+        "start": 20,
+    }  # which is all steps, so there is no room to say that they end
     monkeypatch.setattr(trackers, "MOST_WAITING", waiting.get(call, 100) if hangs else 100)
     folder, broken = RunFolder(tmp_path), Broken(call, hangs=hangs)
     tracker = BackgroundTracker("mine", broken, run="r", config={})
