@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -165,10 +166,13 @@ def asked(options: LogOptions, folder: Path) -> dict[str, Tracker]:
     return found
 
 
-def known_as(folder: Path, tracker: str, make: Callable[[], str]) -> str:
-    """The id of the run in ``folder`` for a tracker; ``make`` gives one at the first start. Not collective."""
+def known_as(folder: Path, tracker: str, make: Callable[[], str], *, anew: bool = False) -> str:
+    """The id of the run in ``folder`` for a tracker; ``make`` gives one at the first start, or ``anew``.
+
+    Not collective.
+    """
     path = folder / KNOWN
-    found = _ids(path).get(tracker)
+    found = None if anew else _ids(path).get(tracker)
     if found is None:
         found = make()
         with _ONE:
@@ -270,9 +274,15 @@ class MlflowTracker(Tracker):
 
     def start(self, run: str, config: Mapping[str, Any]) -> int:
         """Create the run with its options as parameters, or go on with the one whose id the folder has."""
-        self._id = known_as(self._folder, f"mlflow {self._uri}", lambda: self._create(run, config))
-        self._client.update_run(self._id, status="RUNNING")
-        return int(self._client.get_run(self._id).data.metrics.get("step", 0))
+        known = partial(known_as, self._folder, f"mlflow {self._uri}")
+        self._id = known(lambda: self._create(run, config))
+        try:
+            self._client.update_run(self._id, status="RUNNING")
+            return int(self._client.get_run(self._id).data.metrics.get("step", 0))
+        except Exception as error:  # a kill tears the files of a run that MLflow writes
+            gone, self._id = self._id, known(lambda: self._create(run, config), anew=True)
+            log.info("mlflow: run %s cannot go on (%s); a new one gets all steps", gone, error)
+            return 0
 
     def _create(self, run: str, config: Mapping[str, Any]) -> str:
         name = self._variables.MLFLOW_EXPERIMENT_NAME.get() or EXPERIMENT

@@ -131,6 +131,28 @@ def test_run_that_was_killed_and_goes_on_is_one_run_with_all_figures_in_both(
     assert not [said for said in caplog.messages if "the run goes on without it" in said]
 
 
+@pytest.mark.filterwarnings("ignore")  # their own
+def test_run_of_mlflow_that_a_kill_has_torn_begins_anew_with_all_steps(
+    packages: None, tmp_path: Path
+) -> None:
+    uri = tmp_path / "mlruns"
+    figures = {1: {"loss": 2.0}, 2: {"loss": 1.0}}
+
+    def sent(steps: list[int]) -> int:
+        tracker = MlflowTracker(tmp_path, uri=str(uri))
+        known = tracker.start("mine", {})
+        for step in steps:
+            tracker.log(step, figures[step])
+        tracker.finish()
+        return known
+
+    sent([1])
+    (torn,) = uri.glob("*/*/meta.yaml")
+    torn.write_text("")
+    assert sent([1, 2]) == 0
+    assert in_mlflow(tmp_path, uri)[1] == figures
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # their own
 def test_training_that_is_killed_leaves_its_metrics_in_both(packages: None, tmp_path: Path) -> None:
