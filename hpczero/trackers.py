@@ -280,6 +280,8 @@ class MlflowTracker(Tracker):
             self._client.update_run(self._id, status="RUNNING")
             return int(self._client.get_run(self._id).data.metrics.get("step", 0))
         except Exception as error:  # a kill tears the files of a run that MLflow writes
+            if self._uri.startswith("http"):  # no files, so the server has a reason
+                raise
             gone, self._id = self._id, known(lambda: self._create(run, config), anew=True)
             log.info("mlflow: run %s cannot go on (%s); a new one gets all steps", gone, error)
             return 0
