@@ -53,7 +53,7 @@ def how_to_train(path: Path) -> str:
     fault = _fault(manifest)
     if fault:
         return (
-            f"no preset of hpczero.train is it: {fault}; --model.factory hpczero.hf.adapter:causal_lm trains models of "
+            f"hpczero.train has no such preset: {fault}; --model.factory hpczero.hf.adapter:causal_lm trains models of "
             "Hugging Face folders, and hpczero.checkpoint.load brings it into a model of your own that has these names "
             "and shapes"
         )

@@ -261,7 +261,7 @@ def test_weights_that_train_cannot_train_are_said_to_be_that(
         weights["more.weight"] = torch.ones(2)
     save_file(weights, tmp_path / "w.safetensors")
     line = imported(tmp_path / "w.safetensors", tmp_path / "out", *tied)
-    assert f"no preset of hpczero.train is it: {why}" in line
+    assert f"hpczero.train has no such preset: {why}" in line
     assert "--resume.from" not in line
 
 
